@@ -1,0 +1,211 @@
+"""How the files of each model family spell our weight names, and matching the two.
+
+Our dotted names are the Hugging Face ones, with the routed experts of a layer fused into
+``gate_up_proj`` [E, 2F, D] (gate rows first) and ``down_proj`` [E, D, F]. A file may hold them
+fused or expert by expert; everything else is the identity.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from checkpoints.tensor_files import Tensor
+from pw_jax.errors import UserError
+
+Part = Literal["all", "gate", "up"]
+DTYPES = ("BF16", "F16", "F32")  # anything else is packed, quantised or not a weight
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
+_LISTED = 8  # names a message spells out before it starts to count
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One spelling: ``{block}`` stands for any prefix, ``{expert}`` for a number.
+
+    Attributes:
+        file: name in the file.
+        target: our name.
+        part: which rows of the target's matrix the tensor holds.
+    """
+
+    file: str
+    target: str
+    part: Part = "all"
+
+    def match(self, name: str) -> "Piece | None":
+        """What ``name`` holds, or None if it is not spelt this way."""
+        found = _pattern(self.file).fullmatch(name)
+        if found is None:
+            return None
+        expert = found.groupdict().get("expert")
+        target = self.target.format(block=found["block"])
+        return Piece(name, target, None if expert is None else int(expert), self.part)
+
+    def spell(self, target: str, expert: int | None) -> str | None:
+        """The file name for a part of ``target``, or None if the rule is about another one."""
+        found = _pattern(self.target).fullmatch(target)
+        return None if found is None else self.file.format(block=found["block"], expert=expert)
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    escaped = re.escape(template)
+    escaped = escaped.replace(r"\{block\}", "(?P<block>.+)")
+    return re.compile(escaped.replace(r"\{expert\}", r"(?P<expert>\d+)"))
+
+
+@dataclass(frozen=True)
+class FamilyNames:
+    """Names of one family.
+
+    Attributes:
+        experts: our name of a layer's experts, with ``{layer}``; None for a dense family.
+        rules: spellings other than our own.
+        ignored: endings of names that hold no weights.
+    """
+
+    experts: str | None = None
+    rules: tuple[Rule, ...] = ()
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
+
+
+FAMILY_NAMES: dict[str, FamilyNames] = {
+    "llama": FamilyNames(),
+    "qwen2_moe": FamilyNames(
+        experts="model.layers.{layer}.mlp.experts",
+        rules=(
+            Rule(
+                "{block}.mlp.experts.{expert}.gate_proj.weight",
+                "{block}.mlp.experts.gate_up_proj",
+                "gate",
+            ),
+            Rule(
+                "{block}.mlp.experts.{expert}.up_proj.weight",
+                "{block}.mlp.experts.gate_up_proj",
+                "up",
+            ),
+            Rule("{block}.mlp.experts.{expert}.down_proj.weight", "{block}.mlp.experts.down_proj"),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where one tensor of a file goes.
+
+    Attributes:
+        source: name in the file.
+        target: our name.
+        expert: its index along the target's first axis; None if it fills that axis.
+        part: all rows, or the gate (first) or up (second) half of them.
+    """
+
+    source: str
+    target: str
+    expert: int | None = None
+    part: Part = "all"
+
+    def shape(self, target: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape the tensor must have to fit a target of shape ``target``."""
+        shape = target if self.expert is None else target[1:]
+        return shape if self.part == "all" else (shape[0] // 2, *shape[1:])
+
+
+@dataclass
+class _Problems:
+    """Everything wrong with a checkpoint's names, to be told at once."""
+
+    found: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, text: str) -> None:
+        self.found.setdefault(kind, []).append(text)
+
+    def raise_if_any(self, where: str) -> None:
+        if not self.found:
+            return
+        kinds = []
+        for kind, texts in self.found.items():
+            more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+            kinds.append(f"{kind} {', '.join(texts[:_LISTED])}{more}")
+        raise UserError(f"{where}: the weights do not fit config.json: {'; '.join(kinds)}")
+
+
+def match_names(
+    where: str,
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    family: FamilyNames,
+    duplicates: Iterable[str] = (),
+) -> dict[str, tuple[Piece, ...]]:
+    """Matches every tensor of a checkpoint with the model's weights, each exactly once.
+
+    ``lm_head.weight`` is let through where the model has a tied head (``expected`` lacks it):
+    the reader then demands that it equals the embedding.
+
+    Args:
+        where: the folder, for the message.
+        tensors: what the files hold.
+        expected: the model's weights by our name, with their shapes.
+        family: spellings.
+        duplicates: what the reader already found to be in two places.
+
+    Returns:
+        For each of our names the tensors that make it up.
+
+    Raises:
+        UserError: naming all missing, unexpected, doubled and misshapen tensors at once.
+    """
+    problems = _Problems()
+    for duplicate in duplicates:
+        problems.add("given twice:", duplicate)
+    pieces: dict[str, list[Piece]] = {}
+    for name, tensor in sorted(tensors.items()):
+        if name.endswith(family.ignored) or (name == TIED[0] and name not in expected):
+            continue
+        found = (rule.match(name) for rule in family.rules)
+        piece = next((piece for piece in found if piece is not None), Piece(name, name))
+        shape = expected.get(piece.target)
+        if shape is None or (piece.expert is not None and piece.expert >= shape[0]):
+            problems.add("unexpected:", name)
+            continue
+        pieces.setdefault(piece.target, []).append(piece)
+        if tensor.dtype not in DTYPES:
+            problems.add("wrong dtype:", f"{name} ({tensor.dtype}, not {' or '.join(DTYPES)})")
+        if tensor.shape != piece.shape(shape):
+            wrong, right = list(tensor.shape), list(piece.shape(shape))
+            problems.add("wrong shape:", f"{name} ({wrong}, not {right})")
+    for target, shape in expected.items():
+        _check_cover(target, shape, pieces.get(target, []), family.rules, problems)
+    problems.raise_if_any(where)
+    return {target: tuple(found) for target, found in pieces.items()}
+
+
+def _check_cover(
+    target: str,
+    shape: tuple[int, ...],
+    pieces: list[Piece],
+    rules: tuple[Rule, ...],
+    problems: _Problems,
+) -> None:
+    """Notes what is missing from ``target`` and what fills a place that another piece fills."""
+    whole = [piece for piece in pieces if piece.expert is None]
+    if whole or not pieces:
+        if not pieces:
+            problems.add("missing:", target)
+        for piece in pieces:
+            if piece is not whole[0]:
+                problems.add("given twice:", f"{piece.source} (also {whole[0].source})")
+        return
+    seen: dict[tuple[int | None, Part], str] = {}
+    for piece in pieces:
+        place = (piece.expert, piece.part)
+        if place in seen:
+            problems.add("given twice:", f"{piece.source} (also {seen[place]})")
+        seen[place] = piece.source
+    parts: tuple[Part, ...] = ("all",) if pieces[0].part == "all" else ("gate", "up")
+    for expert in range(shape[0]):
+        for part in parts:
+            if (expert, part) not in seen:
+                spelt = (rule.spell(target, expert) for rule in rules if rule.part == part)
+                problems.add("missing:", next(name for name in spelt if name is not None))

@@ -1,0 +1,100 @@
+"""Text files into token sequences, for calibration and comparison."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from pw_jax.errors import UserError
+
+SEQUENCE = 256  # tokens; documents seldom reach much further back
+SHORTEST = 16
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model folder, as transformers has it."""
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{directory} has no tokenizer that transformers can load: {first}"
+        ) from None
+
+
+def read_documents(path: Path) -> list[str]:
+    """The texts of a file: a .jsonl with ``"text"`` in each line, or one plain text.
+
+    Raises:
+        UserError: no such file, not UTF-8, not JSON lines, or nothing in it.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the text {path}: {error}") from None
+    documents = [content]
+    if path.suffix == ".jsonl":
+        documents = []
+        for number, line in enumerate(content.splitlines(), start=1):
+            if line.strip():
+                documents.append(_text_of(line, f"{path} line {number}"))
+    if not any(document.strip() for document in documents):
+        raise UserError(f"the text {path} is empty")
+    return documents
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f'{where} is not a JSON object with a "text"') from None
+    if not isinstance(text, str):
+        raise UserError(f'{where}: "text" is not a string')
+    return text
+
+
+def token_sequences(tokenizer: Any, documents: list[str], tokens: int) -> Int32[np.ndarray, "S T"]:
+    """Cuts documents into sequences of equal length.
+
+    Documents come in an order drawn once and for all, so that a file sorted by subject is sampled
+    evenly; each gives its beginning, no more than one sequence unless there are too few documents.
+
+    Args:
+        tokenizer: as from ``load_tokenizer``.
+        documents: texts.
+        tokens: how many to take, rounded down to whole sequences.
+
+    Returns:
+        Token ids; fewer than asked for if the documents hold no more.
+
+    Raises:
+        UserError: hardly any text.
+    """
+    length = min(SEQUENCE, tokens)
+    limit = max(length, -(-tokens // len(documents)))
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids: list[int] = []
+    for index in np.random.default_rng(0).permutation(len(documents)):
+        start = documents[index][: 16 * limit]  # far more characters than tokens
+        ids += tokenizer(start, add_special_tokens=False)["input_ids"][:limit] + end
+        if len(ids) >= tokens:
+            break
+    length = min(length, len(ids))
+    if length < SHORTEST:
+        raise UserError(f"the text gives {len(ids)} tokens of {tokens}; at least {SHORTEST} needed")
+    count = min(tokens, len(ids)) // length
+    return np.asarray(ids[: count * length], np.int32).reshape(count, length)
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file, in hexadecimal."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -1,0 +1,40 @@
+"""Public paged attention, for prefill chunks (T > 1) and decode (T = 1)."""
+
+from jaxtyping import Array, Float, Int32, UInt32
+
+from pallas_kernels.implementation import Implementation, resolve
+from pallas_kernels.page_layout import KvLayout
+from pallas_kernels.paged_attention import reference
+
+
+def paged_attention(
+    q: Float[Array, "B T N H"],
+    pool: UInt32[Array, "pages words"],
+    pages: Int32[Array, "B blocks"],
+    positions: Int32[Array, "B T"],
+    *,
+    layout: KvLayout,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T N H"]:
+    """Causal attention of new tokens over a sequence's pages, their own keys included.
+
+    Args:
+        q: Queries.
+        pool: The page pool; the new tokens' keys and values are already written.
+        pages: Page of each block of ``layout.tokens_per_page`` tokens; entries past the sequence
+            are never used, whatever their pages hold.
+        positions: Position of each query; negative for padding and empty slots, which yield zeros.
+        layout: Layout of the layer's pages.
+        scale: Multiplies the scores.
+        window: A query sees the last ``window`` positions only, itself included.
+        soft_cap: See :func:`pallas_kernels.attention.masked_attention`.
+        implementation: See :mod:`pallas_kernels.implementation`.
+
+    Returns:
+        Attention output in q's dtype.
+    """
+    resolve(implementation, pallas=False)
+    return reference.paged_attention(q, pool, pages, positions, layout, scale, window, soft_cap)

@@ -1,0 +1,1 @@
+"""The engine: fixed slots, two compiled steps, continuous batching over one page pool."""

@@ -1,0 +1,102 @@
+"""The steps, compiled once for one fixed set of shapes.
+
+They are compiled ahead of time and called as executables: an argument of another shape, dtype or
+sharding is an error, never a silent compilation in the middle of a generation.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from pw_jax.engine.sampling import SamplingArrays
+from pw_jax.engine.steps import Caches, NewPages, StepOutput, Steps
+from pw_jax.paging.layout import PagingLayout
+
+
+def no_new_pages(layout: PagingLayout, count: int, blocks: tuple[int, ...]) -> tuple[NewPages, ...]:
+    """Arrays for up to ``count`` new blocks a KV group, none of them used yet.
+
+    Args:
+        layout: The model's layouts.
+        count: Rows U.
+        blocks: Blocks of each group's table; as an index it is out of range and means none.
+    """
+    return tuple(
+        NewPages(
+            np.zeros(count, np.int32),
+            np.full(count, most, np.int32),
+            np.zeros((count, len(group.layers)), np.int32),
+        )
+        for group, most in zip(layout.kv_groups, blocks, strict=True)
+    )
+
+
+def no_sampling(slots: int) -> SamplingArrays:
+    """Greedy sampling for every slot, as numpy arrays to be filled in."""
+    return SamplingArrays(
+        np.zeros(slots, np.float32),
+        np.zeros(slots, np.int32),
+        np.ones(slots, np.float32),
+        np.zeros(slots, np.uint32),
+    )
+
+
+class CompiledSteps:
+    """Executables of the decode step and the prefill chunk.
+
+    Args:
+        steps: The step functions.
+        weights: The model's arrays.
+        caches: The caches, or their shapes.
+        output: A step output, or its shapes.
+        expert_pages: A snapshot of the weight page table, or None.
+        prefill_chunk: Tokens of one prefill step.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        weights: list[jax.Array],
+        caches: Caches,
+        output: StepOutput,
+        expert_pages: Any,
+        prefill_chunk: int,
+    ):
+        slots = output.tokens.shape[0]
+        blocks = tuple(table.shape[2] for table in caches.kv_pages)
+        self.prefill_rows = 2 + max(
+            prefill_chunk // group.layout.tokens_per_page for group in steps.layout.kv_groups
+        )
+        self.blocks = blocks
+        common = (weights, caches, output, expert_pages)
+        scalar = np.zeros((), np.int32)
+        self.decode = (
+            jax.jit(steps.decode, donate_argnums=1)
+            .lower(
+                *common,
+                no_new_pages(steps.layout, slots, blocks),
+                np.zeros(slots, np.int32),
+                no_sampling(slots),
+            )
+            .compile()
+        )
+        self.prefill = (
+            jax.jit(steps.prefill, donate_argnums=1)
+            .lower(
+                *common,
+                no_new_pages(steps.layout, self.prefill_rows, blocks),
+                np.zeros(prefill_chunk, np.int32),
+                scalar,
+                scalar,
+                scalar,
+                no_sampling(1),
+            )
+            .compile()
+        )
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes that XLA allocates during a step, besides arguments: the larger of the two."""
+        analyses = [step.memory_analysis() for step in (self.decode, self.prefill)]
+        return max(analysis.temp_size_in_bytes for analysis in analyses if analysis is not None)

@@ -1,0 +1,39 @@
+"""The engine's settings."""
+
+from dataclasses import dataclass, field
+
+from pallas_kernels.implementation import Implementation
+from pw_jax.planner.config import PlannerConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes that shape the compiled steps, and the memory they run in.
+
+    Attributes:
+        memory_budget_bytes: Device memory for weights and pages together. What XLA needs besides
+            for temporary values is not in it; :attr:`Engine.temporary_bytes` tells how much.
+        slots: Sequences that run at once, B.
+        max_sequence_tokens: Most tokens of a sequence, prompt and generated.
+        prefill_chunk: Tokens of one prefill step.
+        page_bytes: Bytes a page, a multiple of 512; None chooses the largest that wastes little.
+        kv_dtype: ``"bfloat16"``, or ``"float32"`` to compare with a float32 reference.
+        implementation: Which kernels run.
+        planner: Constants of the planner.
+        routing_read_steps: Steps between two readings of the routing mass.
+    """
+
+    memory_budget_bytes: int
+    slots: int = 4
+    max_sequence_tokens: int = 1024
+    prefill_chunk: int = 64
+    page_bytes: int | None = None
+    kv_dtype: str = "bfloat16"
+    implementation: Implementation = "auto"
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    routing_read_steps: int = 8
+
+    def __post_init__(self):
+        for name in ("slots", "max_sequence_tokens", "prefill_chunk", "routing_read_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

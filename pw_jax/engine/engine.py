@@ -1,0 +1,443 @@
+"""Batch generation with continuous batching over one page pool."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pw_jax.engine.compiled import CompiledSteps, no_new_pages, no_sampling
+from pw_jax.engine.config import EngineConfig
+from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make_requests
+from pw_jax.engine.kv_cache import KvCache, fill_new_pages
+from pw_jax.engine.memory_plan import plan_memory
+from pw_jax.engine.precision import ExpertSource, Precision
+from pw_jax.engine.sampling import GREEDY, Sampling
+from pw_jax.engine.sequence import Request, Sequence
+from pw_jax.engine.steps import Caches, StepOutput, Steps
+from pw_jax.engine.trace import StepRecord
+from pw_jax.errors import UserError
+from pw_jax.models.decoder import CausalLm
+from pw_jax.paging.allocator import Owner, PageAllocator
+from sharding.placement import device_memory
+
+
+class TokenEvent(NamedTuple):
+    """A token that the host has read.
+
+    Attributes:
+        sequence: Its sequence.
+        token: Token id.
+    """
+
+    sequence: Sequence
+    token: int
+
+
+class _Unread(NamedTuple):
+    """A dispatched step whose tokens the host has not read.
+
+    Attributes:
+        output: On the device.
+        slots: Which slots drew a token, and for whom; a slot may have a new owner when it is read.
+        dispatched_tokens: Tokens that the engine had run when the step ended.
+    """
+
+    output: StepOutput
+    slots: list[tuple[int, Sequence]]
+    dispatched_tokens: int
+
+
+class Engine:
+    """Runs one model on one device.
+
+    Every turn (:meth:`step`) admits waiting sequences, makes room for the keys and values to come,
+    dispatches at most one prefill chunk and one decode step, and then reads the tokens of the turn
+    before: the host is always one step behind, and the device never waits for it.
+
+    Args:
+        model: A model with weights; paged experts if ``experts`` is given.
+        config: Sizes and budget.
+        experts: Where paged experts come from.
+        tokenizer: Turns prompts into tokens and back; None if all prompts are token ids.
+
+    Raises:
+        UserError: The budget is too small for the weights and one sequence.
+    """
+
+    def __init__(
+        self,
+        model: CausalLm,
+        config: EngineConfig,
+        experts: ExpertSource | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_config = model.config
+        sharding = device_memory()
+        graph, state = nnx.split(model)
+        leaves, tree = jax.tree.flatten(state)
+        self._weights = jax.device_put(leaves, sharding)
+        self.plan = plan_memory(model.config, config, experts, sum(w.nbytes for w in leaves))
+        self.layout = self.plan.layout
+        self.allocator = PageAllocator(self.plan.pool_pages)
+        self._kv = KvCache(self.layout, self.allocator)
+        moe_layers = len(model.config.moe_layers)
+        experts_a_layer = model.config.expert_shape.experts if model.config.expert_shape else 0
+        # The host's view of the device: jnp.zeros, since an uninitialised pool may hold NaN.
+        self._caches = Caches(
+            jax.device_put(
+                jnp.zeros((self.plan.pool_pages, self.layout.page_words), jnp.uint32), sharding
+            ),
+            tuple(
+                jax.device_put(np.zeros((len(group.layers), config.slots, blocks), "i4"), sharding)
+                for group, blocks in zip(self.layout.kv_groups, self.plan.kv_blocks, strict=True)
+            ),
+        )
+        self._output = StepOutput(
+            jax.device_put(np.zeros(config.slots, np.int32), sharding),
+            jax.device_put(np.zeros((moe_layers, experts_a_layer), np.float32), sharding),
+        )
+        self.precision: Precision | None = None
+        if experts is not None:
+            self.precision = Precision.create(
+                self.layout, self.allocator, experts, config.planner, self._caches.pool
+            )
+            self._set_pool(self.precision.load(self._caches.pool, self.plan.weight_pages))
+        self._compiled = CompiledSteps(
+            Steps(graph, tree, self.layout, config.implementation),
+            self._weights,
+            self._caches,
+            self._output,
+            self._expert_pages(),
+            config.prefill_chunk,
+        )
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}
+        self._unread: deque[_Unread] = deque()
+        self._arrivals = 0
+        self._turns = 0
+        self._reads = 0
+        self._dispatched_tokens = 0
+        self._preemptions = 0
+        self._started = time.perf_counter()
+        self.trace: list[StepRecord] = []
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes that XLA needs for temporary values during a step, on top of the budget."""
+        return self._compiled.temporary_bytes
+
+    @property
+    def idle(self) -> bool:
+        """True when no sequence waits or runs and every token has been read."""
+        return not (self._waiting or self._running or self._unread)
+
+    def submit(self, request: Request) -> Sequence:
+        """Queues a request.
+
+        Raises:
+            UserError: See :meth:`check`.
+        """
+        self.check(request)
+        sequence = Sequence(request, self._arrivals)
+        self._arrivals += 1
+        self._waiting.append(sequence)
+        return sequence
+
+    def check(self, request: Request) -> None:
+        """Refuses a request that could never run.
+
+        Raises:
+            UserError: An empty prompt, a token outside the vocabulary, or a sequence that is too
+                long for the engine or for its pool.
+        """
+        prompt, limit = request.prompt, self.config.max_sequence_tokens
+        if not prompt:
+            raise UserError("a prompt is empty: give at least one token")
+        if request.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        if min(prompt) < 0 or max(prompt) >= self.model_config.vocab_size:
+            raise UserError(
+                f"a prompt has token {max(prompt)} outside the vocabulary of "
+                f"{self.model_config.vocab_size}: is this the model's own tokenizer?"
+            )
+        total = len(prompt) + request.max_new_tokens
+        if total > limit:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones make "
+                f"{total}, more than the maximum of {limit}: shorten it or raise "
+                f"max_sequence_tokens"
+            )
+        needed, held = self.layout.kv_pages(total), self._floor_pages()
+        if needed > self.allocator.pages - 1 - held:
+            raise UserError(
+                f"a sequence of {total} tokens needs {needed} pages, and with every expert at its "
+                f"floor the pool has {self.allocator.pages - 1 - held} for keys and values: raise "
+                f"the memory budget or ask for fewer tokens"
+            )
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+        stop_token_ids: tuple[int, ...] | None = None,
+    ) -> list[Generation]:
+        """Generates for a batch of prompts, in the order given.
+
+        Args:
+            prompts: Texts, or token ids.
+            max_new_tokens: Most tokens a prompt.
+            sampling: How tokens are chosen.
+            seed: Makes all random draws; a prompt's draws do not depend on the others.
+            stop_token_ids: Tokens that end a text; None takes those of the model's config.
+
+        Raises:
+            UserError: See :meth:`submit`; nothing runs unless all prompts are good.
+        """
+        stops = self.model_config.eos_token_ids if stop_token_ids is None else stop_token_ids
+        requests = make_requests(prompts, max_new_tokens, sampling, seed, stops, self.tokenizer)
+        for request in requests:
+            self.check(request)
+        sequences = [self.submit(request) for request in requests]
+        for _ in self.run():
+            pass
+        return [finish(sequence, self.tokenizer) for sequence in sequences]
+
+    def run(self) -> Iterator[TokenEvent]:
+        """Steps until idle, giving tokens as they are read."""
+        while not self.idle:
+            yield from self.step()
+
+    def step(self) -> list[TokenEvent]:
+        """One turn of the loop.
+
+        Returns:
+            Tokens read in this turn.
+        """
+        events: list[TokenEvent] = []
+        if self.precision is not None:
+            self._set_pool(self.precision.advance(self._caches.pool, restore=not self._waiting))
+        self._admit()
+        prefilled = self._prefill_step(events)
+        decoded = self._decode_step(events)
+        just_dispatched = bool(prefilled) + bool(decoded)
+        while len(self._unread) > just_dispatched:
+            events += self._read()
+        self._record(prefilled, decoded)
+        return events
+
+    def check_pages(self) -> None:
+        """Accounts for every page of the pool.
+
+        Raises:
+            AssertionError: A page is lost, or has two owners.
+        """
+        kv = [page for s in self._running.values() for held in s.pages for page in held]
+        owned = self.allocator.owned_ids(Owner.KV)
+        assert np.array_equal(np.sort(np.concatenate([*kv, np.zeros(0, "i4")])), owned)
+        if self.precision is not None:
+            weights = self.allocator.owned_ids(Owner.WEIGHT)
+            assert np.array_equal(self.precision.table.used_pages(), weights)
+        total = sum(self.allocator.owned(owner) for owner in Owner)
+        assert total == self.allocator.pages
+        assert self.allocator.owned(Owner.FREE) == self.allocator.free
+
+    def _expert_pages(self):
+        return self.precision.table.snapshot() if self.precision is not None else None
+
+    def _floor_pages(self) -> int:
+        return self.precision.floor_pages if self.precision is not None else 0
+
+    def _set_pool(self, pool: jax.Array) -> None:
+        self._caches = Caches(pool, self._caches.kv_pages)
+
+    def _admit(self) -> None:
+        free_slots = [slot for slot in range(self.config.slots) if slot not in self._running]
+        while free_slots and self._waiting:
+            sequence = self._waiting[0]
+            available = self.allocator.free
+            if self.precision is not None:
+                available += self.precision.releasable_pages
+            # Besides its own tokens, one block for everybody: else it would be preempted at once.
+            wanted = self.layout.kv_pages(len(sequence.tokens))
+            wanted += (len(self._running) + 1) * self._kv.block_pages
+            if self._running and wanted > available:
+                return
+            self._waiting.popleft()
+            sequence.slot = free_slots.pop(0)
+            sequence.to_prefill = len(sequence.tokens)
+            self._running[sequence.slot] = sequence
+
+    def _prefill_step(self, events: list[TokenEvent]) -> int:
+        sequence = next((s for s in self._by_age() if not s.prefilled), None)
+        if sequence is None:
+            return 0
+        start = sequence.cached
+        count = min(self.config.prefill_chunk, sequence.to_prefill - start)
+        grown = self._grow(sequence, start + count, events)
+        if grown is None:
+            return 0
+        new_pages = no_new_pages(self.layout, self._compiled.prefill_rows, self._compiled.blocks)
+        fill_new_pages(new_pages, 0, sequence.slot, grown)
+        chunk = np.zeros(self.config.prefill_chunk, np.int32)
+        chunk[:count] = sequence.tokens[start : start + count]
+        sampling = no_sampling(1)
+        _fill_sampling(sampling, 0, sequence.request)
+        self._caches, self._output = self._compiled.prefill(
+            self._weights,
+            self._caches,
+            self._output,
+            self._expert_pages(),
+            new_pages,
+            chunk,
+            np.int32(sequence.slot),
+            np.int32(start),
+            np.int32(count),
+            sampling,
+        )
+        sequence.cached += count
+        self._dispatched_tokens += count
+        drawn = []
+        if sequence.prefilled:
+            sequence.dispatched += 1
+            drawn.append((sequence.slot, sequence))
+        self._unread.append(_Unread(self._output, drawn, self._dispatched_tokens))
+        return count
+
+    def _decode_step(self, events: list[TokenEvent]) -> int:
+        grown = {}
+        for sequence in self._by_age():
+            if sequence.slot >= 0 and sequence.prefilled and sequence.wants_token:
+                blocks = self._grow(sequence, sequence.cached + 1, events)
+                if blocks is not None:
+                    grown[sequence] = blocks
+        # Making room for one may have preempted or finished another.
+        ready = [s for s in grown if s.slot >= 0 and s.wants_token]
+        if not ready:
+            return 0
+        new_pages = no_new_pages(self.layout, self.config.slots, self._compiled.blocks)
+        positions = np.full(self.config.slots, -1, np.int32)
+        sampling = no_sampling(self.config.slots)
+        for sequence in ready:
+            fill_new_pages(new_pages, sequence.slot, sequence.slot, grown[sequence])
+            _fill_sampling(sampling, sequence.slot, sequence.request)
+            positions[sequence.slot] = sequence.cached
+            sequence.cached += 1
+            sequence.dispatched += 1
+        self._caches, self._output = self._compiled.decode(
+            self._weights,
+            self._caches,
+            self._output,
+            self._expert_pages(),
+            new_pages,
+            positions,
+            sampling,
+        )
+        self._dispatched_tokens += len(ready)
+        self._unread.append(
+            _Unread(self._output, [(s.slot, s) for s in ready], self._dispatched_tokens)
+        )
+        return len(ready)
+
+    def _by_age(self) -> list[Sequence]:
+        return sorted(self._running.values(), key=lambda s: s.number)
+
+    def _grow(self, sequence: Sequence, tokens: int, events: list[TokenEvent]):
+        """Gives a sequence pages for ``tokens`` tokens, at the cost of precision, then of others.
+
+        Returns:
+            Its new blocks, or None if the sequence itself finished or was preempted.
+        """
+        while sequence.slot >= 0:
+            needed = self._kv.pages_needed(sequence, tokens)
+            if needed:
+                self._relieve(needed)
+            if needed <= self.allocator.free:
+                return self._kv.grow(sequence, tokens)
+            if self._unread:  # reading may finish a sequence, and a preemption must lose no token
+                events += self._read()
+            else:
+                self._preempt(self._by_age()[-1])
+        return None
+
+    def _relieve(self, needed: int) -> None:
+        if self.precision is None:
+            return
+        wanted = self.precision.pages_wanted(self.allocator.free - needed)
+        if wanted > 0:
+            pool, _ = self.precision.relieve(self._caches.pool, wanted)
+            self._set_pool(pool)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        if len(self._running) == 1:
+            raise UserError(
+                f"sequence {sequence.number} does not fit the pool any more at "
+                f"{len(sequence.tokens)} tokens, alone and with every expert at its floor: raise "
+                f"the memory budget"
+            )
+        self._leave(sequence)
+        sequence.preemptions += 1
+        self._preemptions += 1
+        self._waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._kv.release(sequence)
+        del self._running[sequence.slot]
+        sequence.slot = -1
+
+    def _read(self) -> list[TokenEvent]:
+        """Reads the oldest unread step: waits for it, and no longer."""
+        step = self._unread.popleft()
+        if not step.slots:
+            return []
+        tokens = np.asarray(step.output.tokens)
+        self._reads += 1
+        if self.precision is not None and self._reads % self.config.routing_read_steps == 0:
+            self.precision.observe(np.asarray(step.output.routing_mass), step.dispatched_tokens)
+        events = []
+        for slot, sequence in step.slots:
+            if sequence.finished:  # the token after a stop token, drawn before it was read
+                continue
+            token = int(tokens[slot])
+            sequence.generated.append(token)
+            sequence.stopped = token in sequence.request.stop_token_ids
+            events.append(TokenEvent(sequence, token))
+            if sequence.finished and sequence.slot >= 0:
+                self._leave(sequence)
+        return events
+
+    def _record(self, prefilled: int, decoded: int) -> None:
+        self._turns += 1
+        precision = self.precision
+        self.trace.append(
+            StepRecord(
+                step=self._turns,
+                seconds=time.perf_counter() - self._started,
+                running=len(self._running),
+                waiting=len(self._waiting),
+                prefilled_tokens=prefilled,
+                decoded_tokens=decoded,
+                free_pages=self.allocator.free,
+                kv_pages=self.allocator.owned(Owner.KV),
+                weight_pages=self.allocator.owned(Owner.WEIGHT),
+                mean_bits=precision.mean_bits if precision is not None else None,
+                lowered=precision.lowered if precision is not None else 0,
+                raised=precision.raised if precision is not None else 0,
+                preemptions=self._preemptions,
+            )
+        )
+
+
+def _fill_sampling(arrays, row: int, request: Request) -> None:
+    arrays.temperature[row] = request.sampling.temperature
+    arrays.top_k[row] = request.sampling.top_k
+    arrays.top_p[row] = request.sampling.top_p
+    arrays.seeds[row] = request.seed

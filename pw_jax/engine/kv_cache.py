@@ -1,0 +1,74 @@
+"""The KV pages of sequences: host side."""
+
+import numpy as np
+
+from pw_jax.engine.sequence import Sequence
+from pw_jax.engine.steps import NewPages
+from pw_jax.paging.allocator import Owner, PageAllocator
+from pw_jax.paging.layout import PagingLayout
+
+
+class KvCache:
+    """Gives pages to sequences, and takes them back.
+
+    Args:
+        layout: The model's layouts.
+        allocator: Owns the pages.
+    """
+
+    def __init__(self, layout: PagingLayout, allocator: PageAllocator):
+        self._groups = layout.kv_groups
+        self._allocator = allocator
+        self.block_pages = sum(len(group.layers) for group in self._groups)
+
+    def pages_needed(self, sequence: Sequence, tokens: int) -> int:
+        """Pages that a sequence lacks to hold ``tokens`` tokens."""
+        return sum(
+            max(0, group.blocks(tokens) - len(held)) * len(group.layers)
+            for group, held in zip(self._groups, self._held(sequence), strict=True)
+        )
+
+    def grow(self, sequence: Sequence, tokens: int) -> list[list[tuple[int, np.ndarray]]]:
+        """Takes the pages that a sequence lacks to hold ``tokens`` tokens.
+
+        Returns:
+            For each KV group, the new blocks: (index of the block, int32 pages ``[layers]``).
+
+        Raises:
+            OutOfPagesError: Too few free pages; make room first.
+        """
+        ids = self._allocator.take(self.pages_needed(sequence, tokens), Owner.KV)
+        sequence.pages = self._held(sequence)
+        grown = []
+        for group, held in zip(self._groups, sequence.pages, strict=True):
+            first, layers = len(held), len(group.layers)
+            count = max(0, group.blocks(tokens) - first)
+            own, ids = ids[: count * layers], ids[count * layers :]
+            held.extend(own.reshape(count, layers))
+            grown.append(list(enumerate(held[first:], start=first)))
+        return grown
+
+    def release(self, sequence: Sequence) -> None:
+        """Returns all pages of a sequence."""
+        pages = [block for held in self._held(sequence) for block in held]
+        if pages:
+            self._allocator.give(np.concatenate(pages), Owner.KV)
+        sequence.pages = []
+        sequence.cached = 0
+
+    def _held(self, sequence: Sequence) -> list[list[np.ndarray]]:
+        return sequence.pages or [[] for _ in self._groups]
+
+
+def fill_new_pages(
+    arrays: tuple[NewPages, ...],
+    row: int,
+    slot: int,
+    grown: list[list[tuple[int, np.ndarray]]],
+) -> None:
+    """Writes a slot's new blocks into a step's (numpy) arguments, from a row on."""
+    for new, blocks in zip(arrays, grown, strict=True):
+        for offset, (index, pages) in enumerate(blocks):
+            new.slots[row + offset] = slot
+            new.blocks[row + offset] = index
+            new.pages[row + offset] = pages

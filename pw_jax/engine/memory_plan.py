@@ -1,0 +1,87 @@
+"""Divides the memory budget: weights that are arrays, and the pool."""
+
+from dataclasses import dataclass
+
+from pw_jax.engine.config import EngineConfig
+from pw_jax.engine.precision import ExpertSource
+from pw_jax.errors import UserError
+from pw_jax.models.config import ModelConfig
+from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the budget buys.
+
+    Attributes:
+        layout: Layouts of all pages.
+        array_bytes: Bytes of the weights that are plain arrays.
+        pool_pages: Pages of the pool, page 0 included.
+        weight_pages: Pages that expert weights may fill at load time.
+        kv_blocks: For each KV group, blocks of a sequence of the greatest length.
+    """
+
+    layout: PagingLayout
+    array_bytes: int
+    pool_pages: int
+    weight_pages: int
+    kv_blocks: tuple[int, ...]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.pool_pages * self.layout.page_bytes
+
+
+def plan_memory(
+    model: ModelConfig, config: EngineConfig, experts: ExpertSource | None, array_bytes: int
+) -> MemoryPlan:
+    """Plans the memory of an engine.
+
+    At load time experts may fill the pool but for the KV blocks that the planner keeps free anyway;
+    later the two share it as sequences grow.
+
+    Raises:
+        UserError: The budget leaves no room for a pool, or the page size does not suit the model.
+    """
+    page_words = (
+        choose_page_words(
+            model.kv_shapes,
+            kv_dtype=config.kv_dtype,
+            expert_shape=model.expert_shape if experts is not None else None,
+        )
+        if config.page_bytes is None
+        else config.page_bytes // 4
+    )
+    expert_format = experts.expert_format if experts is not None else None
+    try:
+        layout = paging_layout(
+            model.kv_shapes,
+            kv_dtype=config.kv_dtype,
+            page_words=page_words,
+            expert_shape=model.expert_shape,
+            expert_format=expert_format,
+            moe_layers=len(model.moe_layers),
+        )
+    except ValueError as problem:
+        raise UserError(
+            f"pages of {4 * page_words} bytes do not suit this model: {problem}"
+        ) from problem
+    pool_pages = (config.memory_budget_bytes - array_bytes) // layout.page_bytes
+    block_pages = sum(len(group.layers) for group in layout.kv_groups)
+    reserve = 1 + (config.planner.release_watermark_blocks + 1) * block_pages
+    if pool_pages <= reserve:
+        raise UserError(
+            f"a memory budget of {config.memory_budget_bytes / MIB:.1f} MiB is too small: weights "
+            f"outside the pool need {array_bytes / MIB:.1f} MiB, and the least pool "
+            f"{reserve * layout.page_bytes / MIB:.1f} MiB more: raise the memory budget"
+        )
+    return MemoryPlan(
+        layout,
+        array_bytes,
+        pool_pages,
+        pool_pages - reserve,
+        tuple(group.blocks(config.max_sequence_tokens) for group in layout.kv_groups),
+    )

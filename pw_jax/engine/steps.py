@@ -1,0 +1,172 @@
+"""The two programs that an engine runs: a prefill chunk of one sequence, and a decode step."""
+
+from dataclasses import dataclass
+from typing import cast, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float32, Int32, PyTreeDef, UInt32
+
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.paged_expert_ffn import ModulePages
+from pw_jax.engine.sampling import HostOrDevice, SamplingArrays, sample
+from pw_jax.models.decoder import CausalLm, Output
+from pw_jax.paging.layout import PagingLayout
+from pw_jax.paging.memory import PagedMemory
+
+
+@jax.tree_util.register_dataclass
+@no_type_check  # also built of shapes, when compiling
+@dataclass(frozen=True)
+class Caches:
+    """What each step changes in place: donated to it and returned by it.
+
+    Attributes:
+        pool: The page pool.
+        kv_pages: For each KV group, the page of each block of each layer of each slot.
+    """
+
+    pool: UInt32[Array, "pages words"]
+    kv_pages: tuple[Int32[Array, "layers B blocks"], ...]
+
+
+@jax.tree_util.register_dataclass
+@no_type_check
+@dataclass(frozen=True)
+class NewPages:
+    """KV pages given out since the last step, for one KV group.
+
+    Attributes:
+        slots: Slot of each new block.
+        blocks: Its index in the slot's table; out of range means none.
+        pages: Its page in each layer of the group.
+    """
+
+    slots: Int32[HostOrDevice, " U"]
+    blocks: Int32[HostOrDevice, " U"]
+    pages: Int32[HostOrDevice, "U layers"]
+
+
+@jax.tree_util.register_dataclass
+@no_type_check
+@dataclass(frozen=True)
+class StepOutput:
+    """What the next step goes on from; never donated, so the host can read it a step late.
+
+    Attributes:
+        tokens: The last token of each slot, not yet in the KV cache.
+        routing_mass: Weight that each expert was given since the engine started.
+    """
+
+    tokens: Int32[Array, " B"]
+    routing_mass: Float32[Array, "L E"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The step functions of one model; pure, to be compiled with the caches donated.
+
+    Attributes:
+        graph: The model without its arrays.
+        weights_tree: Structure of its arrays.
+        layout: Layouts of its pages.
+        implementation: Which kernels run.
+    """
+
+    graph: nnx.GraphDef[CausalLm]
+    weights_tree: PyTreeDef
+    layout: PagingLayout
+    implementation: Implementation = "auto"
+
+    def decode(
+        self,
+        weights: list[Array],
+        caches: Caches,
+        previous: StepOutput,
+        expert_pages: tuple[ModulePages, ModulePages] | None,
+        new_pages: tuple[NewPages, ...],
+        positions: Int32[Array, " B"],
+        sampling: SamplingArrays,
+    ) -> tuple[Caches, StepOutput]:
+        """One token for every slot with a position of 0 or more.
+
+        Args:
+            weights: The model's arrays, as flat leaves (a tree costs the host time a step).
+            caches: Donated.
+            previous: Output of the step before.
+            expert_pages: Snapshot of the weight page table.
+            new_pages: At most one new block a slot and group.
+            positions: Position of each slot's last token; negative for empty slots.
+            sampling: How each slot samples.
+        """
+        kv_pages = self._with_new_pages(caches, new_pages)
+        model = self._model(weights)
+        memory = self._memory(caches.pool, kv_pages, positions[:, None], expert_pages)
+        out = model(previous.tokens[:, None], jnp.maximum(positions, 0)[:, None], memory)
+        drawn = sample(model.logits(out.hidden[:, 0]), sampling, positions)
+        tokens = jnp.where(positions >= 0, drawn, previous.tokens)
+        return _finish(out, kv_pages, tokens, previous)
+
+    def prefill(
+        self,
+        weights: list[Array],
+        caches: Caches,
+        previous: StepOutput,
+        expert_pages: tuple[ModulePages, ModulePages] | None,
+        new_pages: tuple[NewPages, ...],
+        chunk: Int32[Array, " C"],
+        slot: Int32[Array, ""],
+        start: Int32[Array, ""],
+        count: Int32[Array, ""],
+        sampling: SamplingArrays,
+    ) -> tuple[Caches, StepOutput]:
+        """Runs one chunk of one sequence and draws the token that follows it.
+
+        Only the draw after a prompt's last chunk means anything; earlier ones are overwritten.
+
+        Args:
+            weights: The model's arrays, as flat leaves (a tree costs the host time a step).
+            caches: Donated.
+            previous: Output of the step before.
+            expert_pages: Snapshot of the weight page table.
+            new_pages: New blocks of the sequence.
+            chunk: Token ids, padded on the right.
+            slot: The sequence's slot.
+            start: Position of the chunk's first token.
+            count: Real tokens in the chunk, at least 1.
+            sampling: One row: how the sequence samples.
+        """
+        kv_pages = self._with_new_pages(caches, new_pages)
+        index = jnp.arange(chunk.shape[0], dtype=jnp.int32)
+        positions = jnp.where(index < count, start + index, -1)[None]
+        own = tuple(jax.lax.dynamic_slice_in_dim(table, slot, 1, axis=1) for table in kv_pages)
+        model = self._model(weights)
+        memory = self._memory(caches.pool, own, positions, expert_pages)
+        out = model(chunk[None], jnp.maximum(positions, 0), memory)
+        last = jax.lax.dynamic_slice_in_dim(out.hidden[0], count - 1, 1, axis=0)
+        drawn = sample(model.logits(last), sampling, (start + count - 1)[None])
+        return _finish(out, kv_pages, previous.tokens.at[slot].set(drawn[0]), previous)
+
+    def _model(self, weights: list[Array]) -> CausalLm:
+        return nnx.merge(self.graph, jax.tree.unflatten(self.weights_tree, weights))
+
+    def _memory(self, pool, kv_pages, positions, expert_pages) -> PagedMemory:
+        return PagedMemory(
+            pool, kv_pages, positions, expert_pages, self.layout, self.implementation
+        )
+
+    @staticmethod
+    def _with_new_pages(
+        caches: Caches, new_pages: tuple[NewPages, ...]
+    ) -> tuple[Int32[Array, "layers B blocks"], ...]:
+        return tuple(
+            table.at[:, new.slots, new.blocks].set(new.pages.T, mode="drop")
+            for table, new in zip(caches.kv_pages, new_pages, strict=True)
+        )
+
+
+def _finish(out: Output, kv_pages, tokens, previous: StepOutput) -> tuple[Caches, StepOutput]:
+    memory = cast(PagedMemory, out.memory)
+    mass = previous.routing_mass + out.routing_mass
+    return Caches(memory.pool, kv_pages), StepOutput(tokens, mass)

@@ -1,0 +1,1 @@
+"""Language models: configuration, shared layers, one short file a family, and a registry."""

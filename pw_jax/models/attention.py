@@ -1,0 +1,54 @@
+"""Self-attention: projections and rotation here, everything about the past in the memory."""
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pw_jax.models.config import ModelConfig
+from pw_jax.models.layers import Linear, rotate
+from pw_jax.models.memory import Memory
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query attention with a rotary embedding.
+
+    Args:
+        config: The model.
+        layer: Index of the layer; the memory keeps its keys and values under it.
+        dtype: Of the weights.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike):
+        kv = config.kv_shapes[layer]
+        width, bias = config.hidden_size, config.qkv_bias
+        self.layer = layer
+        self.kv = kv
+        self.scale = kv.head_dim**-0.5
+        self.q_proj = Linear(width, config.num_heads * kv.head_dim, bias=bias, dtype=dtype)
+        self.k_proj = Linear(width, kv.kv_heads * kv.head_dim, bias=bias, dtype=dtype)
+        self.v_proj = Linear(width, kv.kv_heads * kv.head_dim, bias=bias, dtype=dtype)
+        self.o_proj = Linear(
+            config.num_heads * kv.head_dim, width, bias=config.output_bias, dtype=dtype
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], memory: Memory
+    ) -> tuple[Float[Array, "B T D"], Memory]:
+        """Attends.
+
+        Args:
+            x: Normalised hidden states.
+            rope: Cosines and sines of the tokens' positions (`layers.rope_tables`).
+            memory: Holds the keys and values of earlier tokens.
+
+        Returns:
+            What to add to the residual, and the memory with the new keys and values.
+        """
+        heads = (*x.shape[:2], -1, self.kv.head_dim)
+        q = rotate(self.q_proj(x).reshape(heads), rope)
+        k = rotate(self.k_proj(x).reshape(heads), rope)
+        v = self.v_proj(x).reshape(heads)
+        out, memory = memory.attend(
+            self.layer, q, k, v, scale=self.scale, window=self.kv.window, soft_cap=None
+        )
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), memory

@@ -1,0 +1,170 @@
+"""The families by name, and the ways to build one of their models."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pw_jax.errors import UserError
+from pw_jax.models import llama, qwen2_moe
+from pw_jax.models.config import ModelConfig
+from pw_jax.models.decoder import CausalLm
+from pw_jax.models.layers import ACTIVATIONS
+from pw_jax.models.moe import ExpertStore
+
+LISTED_NAMES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        read_config: Turns a parsed ``config.json`` and its name into a `ModelConfig`.
+        module: The model class.
+    """
+
+    read_config: Callable[[Mapping[str, Any], str], ModelConfig]
+    module: type[CausalLm]
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(llama.read_config, llama.Llama),
+    "qwen2_moe": Family(qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
+}
+
+
+def family(model_type: str | None, source: str = "config.json") -> Family:
+    """Finds a family.
+
+    Raises:
+        UserError: No such family; lists those that exist.
+    """
+    found = FAMILIES.get(model_type or "")
+    if found is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise UserError(f"{source}: model_type {model_type!r} is not supported; known: {known}")
+    return found
+
+
+def read_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Reads the ``config.json`` of any family.
+
+    Args:
+        raw: The parsed file, written by version 4 or 5 of transformers.
+        source: How errors call the file.
+
+    Raises:
+        UserError: Unknown family, or a field that is missing, wrong or not supported.
+    """
+    config = family(raw.get("model_type"), source).read_config(raw, source)
+    if config.activation not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise UserError(f"{source}: activation {config.activation!r} is not supported; use {known}")
+    return config
+
+
+def build_model(
+    config: ModelConfig, experts: ExpertStore = "dense", dtype: DTypeLike = jnp.float32
+) -> CausalLm:
+    """Builds a model whose parameters are shapes only, so that size costs nothing.
+
+    Args:
+        config: The model.
+        experts: ``dense`` arrays, or ``paged`` in the memory (then they are no parameters).
+        dtype: float32 or bfloat16.
+    """
+    module = family(config.model_type).module
+    return nnx.eval_shape(lambda: module(config, experts=experts, dtype=dtype))
+
+
+def parameter_shapes(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter under its dotted Hugging Face name."""
+    return {
+        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in _parameters(model)
+    }
+
+
+def set_weights(model: CausalLm, weights: Mapping[str, Any]) -> CausalLm:
+    """Gives a model its weights.
+
+    Args:
+        model: As from `build_model`; not changed.
+        weights: Arrays (numpy or JAX) under dotted names; cast to the parameters' dtype.
+
+    Returns:
+        A model with arrays.
+
+    Raises:
+        UserError: Lists all names that are missing, not expected, of the wrong shape or integers.
+    """
+    shapes = parameter_shapes(model)
+    problems = [
+        _listing("missing", [name for name in shapes if name not in weights]),
+        _listing("not expected", [name for name in weights if name not in shapes]),
+        _listing(
+            "wrong shape",
+            [
+                f"{name} {tuple(weights[name].shape)} instead of {shapes[name].shape}"
+                for name in shapes
+                if name in weights and tuple(weights[name].shape) != shapes[name].shape
+            ],
+        ),
+        _listing(
+            "not floating point",
+            [name for name in weights if not jnp.issubdtype(weights[name].dtype, jnp.floating)],
+        ),
+    ]
+    if any(problems):
+        raise UserError("weights do not fit the model: " + "; ".join(filter(None, problems)))
+    graph, state = nnx.split(model)
+    flat = [
+        (path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))], dtype=leaf.dtype)))
+        for path, leaf in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def random_model(
+    config: ModelConfig,
+    experts: ExpertStore = "dense",
+    dtype: DTypeLike = jnp.float32,
+    seed: int = 0,
+) -> CausalLm:
+    """Builds a model with random weights of a scale that keeps activations alive."""
+    model = build_model(config, experts, dtype)
+    weights = {}
+    for number, (name, shape) in enumerate(parameter_shapes(model).items()):
+        draw = np.random.default_rng((seed, number)).standard_normal(shape.shape, np.float32)
+        if "norm" in name:
+            weights[name] = 1 + 0.1 * draw
+        elif len(shape.shape) == 1:
+            weights[name] = 0.1 * draw
+        elif "embed" in name and not config.tie_word_embeddings:
+            weights[name] = draw
+        else:
+            weights[name] = draw * np.float32(shape.shape[-1] ** -0.5)
+    return set_weights(model, weights)
+
+
+def parameter_count(model: nnx.Module) -> int:
+    """Number of weights; paged experts do not count."""
+    return sum(int(np.prod(leaf.shape)) for leaf in parameter_shapes(model).values())
+
+
+def _parameters(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
+    return list(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+
+
+def _listing(problem: str, names: list[str]) -> str:
+    """``problem: a, b, ... and 5 more``, or nothing."""
+    if not names:
+        return ""
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return f"{problem} ({len(names)}): {', '.join(sorted(names)[:LISTED_NAMES])}{more}"

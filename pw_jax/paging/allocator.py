@@ -1,0 +1,80 @@
+"""Who owns each page of the pool. Host side, plain numpy."""
+
+from enum import IntEnum
+
+import numpy as np
+from jaxtyping import Int32
+
+
+class Owner(IntEnum):
+    """What a page is used for."""
+
+    FREE = 0
+    RESERVED = 1
+    KV = 2
+    WEIGHT = 3
+
+
+class OutOfPagesError(RuntimeError):
+    """Fewer pages are free than were asked for; nothing was taken."""
+
+
+class PageAllocator:
+    """A stack of free page ids, and the owner of every page.
+
+    Page 0 is reserved: padding and masked writes go there.
+
+    Args:
+        pages: Pages of the pool, page 0 included.
+    """
+
+    def __init__(self, pages: int):
+        self._owner = np.full(pages, Owner.FREE, np.int8)
+        self._owner[0] = Owner.RESERVED
+        self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)[:-1].copy()
+        self._free = pages - 1
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool, page 0 included."""
+        return len(self._owner)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns."""
+        return self._free
+
+    def owned(self, owner: Owner) -> int:
+        """Pages of an owner."""
+        return int(np.count_nonzero(self._owner == owner))
+
+    def take(self, count: int, owner: Owner) -> Int32[np.ndarray, " count"]:
+        """Takes pages.
+
+        Raises:
+            OutOfPagesError: Fewer than ``count`` pages are free.
+        """
+        if count > self._free:
+            raise OutOfPagesError(f"{count} pages wanted, {self._free} free")
+        ids = self._stack[self._free - count : self._free].copy()
+        self._free -= count
+        self._owner[ids] = owner
+        return ids
+
+    def give(self, ids: Int32[np.ndarray, " count"], owner: Owner) -> None:
+        """Returns pages.
+
+        Raises:
+            ValueError: A page does not belong to ``owner`` or is named twice: a leak or a double
+                free, which would corrupt somebody's data if it passed.
+        """
+        wrong = ids[self._owner[ids] != owner]
+        if len(wrong) or len(np.unique(ids)) != len(ids):
+            raise ValueError(f"pages {wrong[:8].tolist()} are not {owner.name}, or given twice")
+        self._owner[ids] = Owner.FREE
+        self._stack[self._free : self._free + len(ids)] = ids
+        self._free += len(ids)
+
+    def owned_ids(self, owner: Owner) -> Int32[np.ndarray, " count"]:
+        """The ids of an owner's pages, ascending."""
+        return np.flatnonzero(self._owner == owner).astype(np.int32)

@@ -1,0 +1,108 @@
+"""What a forward pass reads and writes besides its weights, when everything lives in pages."""
+
+from dataclasses import dataclass, field, replace
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.page_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_expert_ffn import Activation, ModulePages, paged_expert_ffn
+from pw_jax.paging.layout import PagingLayout
+
+
+@jax.tree_util.register_dataclass
+@no_type_check  # also built of shapes, when compiling
+@dataclass(frozen=True)
+class PagedMemory:
+    """The pool with the tables of B sequences; implements :class:`pw_jax.models.memory.Memory`.
+
+    Attributes:
+        pool: The page pool.
+        kv_pages: For each KV group, the page of each block of each layer of each sequence.
+        positions: Position of each token; negative for padding and empty slots.
+        expert_pages: Pages of gate_up and of down of all MoE layers; None if experts are arrays.
+        layout: Static layouts.
+        implementation: Which kernels run.
+    """
+
+    pool: UInt32[Array, "pages words"]
+    kv_pages: tuple[Int32[Array, "layers B blocks"], ...]
+    positions: Int32[Array, "B T"]
+    expert_pages: tuple[ModulePages, ModulePages] | None
+    layout: PagingLayout = field(metadata={"static": True})
+    implementation: Implementation = field(default="auto", metadata={"static": True})
+
+    @property
+    def token_mask(self) -> Bool[Array, "B T"]:
+        """True for real tokens."""
+        return self.positions >= 0
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> tuple[Float[Array, "B T N H"], "PagedMemory"]:
+        """Writes the new keys and values, then attends over the sequences' pages."""
+        index, row = self.layout.group_of(layer)
+        layout, table = self.layout.kv_groups[index].layout, self.kv_pages[index][row]
+        position = jnp.maximum(self.positions, 0)
+        block, offset = position // layout.tokens_per_page, position % layout.tokens_per_page
+        page = jnp.where(self.token_mask, jnp.take_along_axis(table, block, axis=1), 0)
+        pool = write_kv(
+            self.pool,
+            k.reshape(-1, *k.shape[2:]),
+            v.reshape(-1, *v.shape[2:]),
+            page.reshape(-1),
+            offset.reshape(-1),
+            layout=layout,
+            implementation=self.implementation,
+        )
+        out = paged_attention(
+            q,
+            pool,
+            table,
+            self.positions,
+            layout=layout,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            implementation=self.implementation,
+        )
+        return out, replace(self, pool=pool)
+
+    def expert_ffn(
+        self,
+        moe_index: int,
+        x: Float[Array, "M D"],
+        expert_ids: Int32[Array, "M k"],
+        weights: Float32[Array, "M k"],
+        activation: Activation,
+    ) -> Float32[Array, "M D"]:
+        """Multiplies tokens with their experts out of the pool; padding chooses no expert."""
+        if self.expert_pages is None or self.layout.matrices is None:
+            raise ValueError("the model wants paged experts and this memory holds none")
+        gate_up, down = (pages.layer(moe_index) for pages in self.expert_pages)
+        gate_up_layout, down_layout = self.layout.matrices
+        real = self.token_mask.reshape(-1, 1)
+        return paged_expert_ffn(
+            x,
+            jnp.where(real, expert_ids, self.layout.experts),
+            weights,
+            self.pool,
+            gate_up,
+            down,
+            gate_up_layout=gate_up_layout,
+            down_layout=down_layout,
+            activation=activation,
+            implementation=self.implementation,
+        )

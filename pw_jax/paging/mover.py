@@ -1,0 +1,93 @@
+"""Copies page images from the host into the pool."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.page_write import write_pages
+from pw_jax.paging.host_pages import Block, Transfer
+from pw_jax.paging.layout import PagingLayout
+
+BATCH = 8
+"""Transfers of one compiled write; shorter batches are padded with writes to page 0."""
+
+
+def _write(pool: jax.Array, images: tuple[jax.Array, ...], ids: jax.Array) -> jax.Array:
+    return write_pages(pool, ids, jnp.concatenate(images))
+
+
+class Mover:
+    """Sends transfers to the pool in batches of a few fixed shapes, compiled beforehand.
+
+    A copy that must be there for the next step is written at once (:meth:`write`). One that can
+    wait is staged (:meth:`start`): the copy runs beside the decode steps, and only when it has
+    landed is it scattered into the pool, so that no step waits for the link.
+
+    Args:
+        layout: The model's layouts.
+        pool: The pool, for its shape and sharding; copies go to the same device.
+    """
+
+    def __init__(self, layout: PagingLayout, pool: jax.Array):
+        self._target = pool.sharding
+        self._staged: dict[Block, list[Transfer]] = {}
+        self._padding: dict[int, jax.Array] = {}
+        self._writers = {}
+        self.bytes_moved = 0
+        sizes = set()
+        for matrix in layout.matrices or ():
+            sizes |= {matrix.plane_pages, *(matrix.table_pages(bits) for bits in matrix.widths)}
+        write = jax.jit(_write, donate_argnums=0)
+        for size in sorted(sizes):
+            zeros = np.zeros((size, layout.page_words), np.uint32)
+            self._padding[size] = jax.device_put(zeros, self._target)
+            image = jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=self._target)
+            ids = jax.ShapeDtypeStruct((BATCH * size,), np.int32, sharding=self._target)
+            self._writers[size] = write.lower(pool, (image,) * BATCH, ids).compile()
+
+    def write(self, pool: jax.Array, transfers: Iterable[Transfer]) -> jax.Array:
+        """Writes transfers into the pool, before anything that uses the returned pool.
+
+        Returns:
+            The pool; the one given is donated.
+        """
+        by_size: dict[int, list[Transfer]] = {}
+        for transfer in transfers:
+            by_size.setdefault(transfer.image.shape[0], []).append(transfer)
+            self.bytes_moved += transfer.nbytes
+        for size, group in by_size.items():
+            for first in range(0, len(group), BATCH):
+                batch = group[first : first + BATCH]
+                images = [jax.device_put(transfer.image, self._target) for transfer in batch]
+                spare = BATCH - len(batch)
+                ids = np.zeros(BATCH * size, np.int32)
+                ids[: len(batch) * size] = np.concatenate([transfer.ids for transfer in batch])
+                images += [self._padding[size]] * spare
+                pool = self._writers[size](pool, tuple(images), jax.device_put(ids, self._target))
+        return pool
+
+    def start(self, block: Block, transfers: Iterable[Transfer]) -> None:
+        """Starts copies that run beside the steps."""
+        self._staged[block] = [
+            Transfer(jax.device_put(transfer.image, self._target), transfer.ids)
+            for transfer in transfers
+        ]
+
+    def landed(self) -> list[Block]:
+        """Blocks all of whose copies have arrived on the device; does not wait."""
+        return [
+            block
+            for block, transfers in self._staged.items()
+            if all(transfer.image.is_ready() for transfer in transfers)  # pyright: ignore
+        ]
+
+    def take(self, block: Block) -> list[Transfer]:
+        """Hands over a block's staged copies (to be written, or dropped after a cancel)."""
+        return self._staged.pop(block)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes in flight or waiting on the device outside the pool."""
+        return sum(transfer.nbytes for transfers in self._staged.values() for transfer in transfers)

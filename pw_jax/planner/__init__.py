@@ -1,0 +1,1 @@
+"""The planner: plain numpy, pure. It decides; the paging code moves pages."""

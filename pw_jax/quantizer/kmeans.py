@@ -1,0 +1,180 @@
+"""Weighted one-dimensional k-means on many groups of values at once, without randomness.
+
+A group is one sorted row of values. A cluster is an interval of it, so a clustering is a list of
+borders, and the weight, mean and squared error of any interval come from prefix sums. Two steps
+are enough: split every cluster in two at the best of all its places, and Lloyd's iteration.
+Prefix sums need float64: call everything here with 64-bit types enabled.
+
+Values that are equal are never parted, so codes are a function of the value.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Float64, Int, Int32
+
+MAX_LLOYD_ITERATIONS = 50
+
+
+class SortedGroups(NamedTuple):
+    """T groups of M values, each ascending and centred on its weighted mean.
+
+    Attributes:
+        values: the centred values.
+        weight: prefix sums of the weights, from 0; strictly increasing.
+        moment: prefix sums of weight times centred value, from 0.
+        offset: what was taken off to centre the values.
+    """
+
+    values: Float64[Array, "T M"]
+    weight: Float64[Array, "T M+1"]
+    moment: Float64[Array, "T M+1"]
+    offset: Float64[Array, "T"]
+
+
+class Clusters(NamedTuple):
+    """C clusters in each group: cluster ``k`` is positions ``borders[k]`` to ``borders[k + 1]``.
+
+    Attributes:
+        borders: from 0 to M, non-decreasing; two that are equal enclose an empty cluster.
+        member: the cluster of each position.
+    """
+
+    borders: Int32[Array, "T C+1"]
+    member: Int32[Array, "T M"]
+
+
+def _gather(table: Array, index: Int[Array, "T L"]) -> Array:
+    return jnp.take_along_axis(table, index, axis=1)
+
+
+def sort_groups(values: Float32[Array, "T M"], weights: Float32[Array, "T M"]) -> SortedGroups:
+    """Sort each group and build its prefix sums. Weights must be positive."""
+    # One 64-bit key that holds value and weight sorts several times faster than a pair does.
+    bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.int32)  # adding 0 turns -0 into 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order is now float order
+    payload = jax.lax.bitcast_convert_type(weights, jnp.int32).astype(jnp.int64)
+    key = jnp.sort((ordered.astype(jnp.int64) << 32) | payload, axis=1)
+    ordered = (key >> 32).astype(jnp.int32)
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    ascending = jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.float64)
+    weight = jax.lax.bitcast_convert_type(key.astype(jnp.int32), jnp.float32).astype(jnp.float64)
+
+    offset = jnp.sum(weight * ascending, axis=1) / jnp.sum(weight, axis=1)
+    centred = ascending - offset[:, None]
+
+    def prefix(terms: Float64[Array, "T M"]) -> Float64[Array, "T M+1"]:
+        return jnp.pad(jnp.cumsum(terms, axis=1), ((0, 0), (1, 0)))
+
+    return SortedGroups(centred, prefix(weight), prefix(weight * centred), offset)
+
+
+def nested_borders(
+    groups: SortedGroups, seed_bits: int, parent_bits: int
+) -> Int32[Array, "T borders"]:
+    """Borders of the clusters of width ``parent_bits``; every ``2**n``-th is one ``n`` bits up.
+
+    Exact splits and Lloyd's iteration to ``seed_bits``, and only exact splits from there on.
+    """
+    count, size = groups.values.shape
+    clusters = Clusters(  # one that holds everything, and empty ones to fill up a fixed shape
+        jnp.full((count, 2**parent_bits + 1), size, jnp.int32).at[:, 0].set(0),
+        jnp.zeros((count, size), jnp.int32),
+    )
+
+    def one_bit_more(_: Array, clusters: Clusters) -> Clusters:  # a loop body: compiled once
+        return split(groups, clusters)
+
+    clusters = jax.lax.fori_loop(0, seed_bits, one_bit_more, clusters)
+    seed = lloyd(groups, clusters.borders[:, : 2**seed_bits + 1])
+    borders = clusters.borders.at[:, : 2**seed_bits + 1].set(seed)
+    clusters = Clusters(borders, _member(seed, size))
+    return jax.lax.fori_loop(seed_bits, parent_bits, one_bit_more, clusters).borders
+
+
+def _member(borders: Int32[Array, "T borders"], size: int) -> Int32[Array, "T M"]:
+    position = jnp.arange(size, dtype=jnp.int32)[None, :, None]
+    return jnp.sum(position >= borders[:, None, 1:-1], axis=2, dtype=jnp.int32)
+
+
+def split(groups: SortedGroups, clusters: Clusters) -> Clusters:
+    """Split the first half of the clusters in two, where their squared error becomes smallest.
+
+    The second half must be empty, and falls away to keep the shape.
+
+    With weight L on the left, R on the right and D the left side's moment about the cluster's mean,
+    a split lowers the error by ``D**2 (L + R) / (L R)``: all places of all clusters are tried. A
+    cluster with a single distinct value keeps it, and its right half is empty.
+    """
+    borders, member = clusters
+    size = groups.values.shape[1]
+    start, end = borders[:, :-1], borders[:, 1:]
+    weight_before, moment_before = _gather(groups.weight, start), _gather(groups.moment, start)
+    weight = _gather(groups.weight, end) - weight_before
+    moment = _gather(groups.moment, end) - moment_before
+    mean = moment / jnp.where(weight > 0, weight, 1.0)
+    last = jnp.maximum(end - 1, 0)
+    span = _gather(groups.values, last) - _gather(groups.values, jnp.minimum(start, size - 1))
+    span = jnp.where(span > 0, span, 1.0)
+
+    # A border after position i: what lies left and right of it inside the cluster of i.
+    left = groups.weight[:, 1:] - _gather(weight_before, member)
+    right = _gather(weight, member) - left
+    about_mean = groups.moment[:, 1:] - _gather(moment_before, member)
+    about_mean -= _gather(mean, member) * left
+    # The error is at most weight * span**2 / 4, so this share of it lies in [0, 1/2].
+    share = 2 * jnp.square(about_mean / _gather(span, member)) / (left * right)
+    position = jnp.arange(size, dtype=jnp.int32)[None, :]
+    following = jnp.pad(groups.values[:, 1:], ((0, 0), (0, 1)))
+    allowed = (position + 1 < _gather(end, member)) & (following > groups.values)
+    share = jnp.where(allowed, jnp.clip(share, 0.0, 0.5), 0.0)
+
+    # Segmented first argmax: cluster + share only grows from cluster to cluster, so the running
+    # maximum at a cluster's end is its own maximum, and bisection finds where it was reached.
+    running = jax.lax.cummax(member.astype(jnp.float64) + share, axis=1)
+    best = _gather(running, last)
+    reached = jax.vmap(jnp.searchsorted)(running, best).astype(jnp.int32)
+    clusters_before = jnp.arange(start.shape[1], dtype=jnp.float64)[None, :]
+    found = (end > start) & (best > clusters_before)
+    middle = jnp.where(found, reached + 1, end)
+
+    halves = jnp.stack([start, middle], axis=2).reshape(end.shape[0], -1)
+    member = 2 * member + (position >= _gather(middle, member)).astype(jnp.int32)
+    return Clusters(halves[:, : borders.shape[1]], member)
+
+
+def centroids(
+    groups: SortedGroups, borders: Int32[Array, "T borders"]
+) -> tuple[Float64[Array, "T C"], Int32[Array, "T C"]]:
+    """Weighted mean (centred) and size of each cluster.
+
+    An empty cluster copies its left neighbour. After a split that is the parent's own centroid.
+    """
+    size = borders[:, 1:] - borders[:, :-1]
+    weight = jnp.diff(_gather(groups.weight, borders), axis=1)
+    moment = jnp.diff(_gather(groups.moment, borders), axis=1)
+    mean = jnp.where(size > 0, moment / jnp.where(size > 0, weight, 1.0), -jnp.inf)
+    return jax.lax.cummax(mean, axis=1), size
+
+
+def lloyd(groups: SortedGroups, borders: Int32[Array, "T borders"]) -> Int32[Array, "T borders"]:
+    """Move borders to the midpoints between centroids until none moves, or 50 times."""
+
+    def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        borders, _, iteration = state
+        mean, count = centroids(groups, borders)
+        midpoint = (mean[:, :-1] + mean[:, 1:]) / 2
+        # Empty clusters stay empty at the right end of the cluster whose centroid they copy.
+        midpoint = jnp.where(count[:, 1:] > 0, midpoint, jnp.inf)
+        midpoint = jax.lax.cummin(midpoint, axis=1, reverse=True)
+        inner = jax.vmap(partial(jnp.searchsorted, side="right"))(groups.values, midpoint)
+        moved = jnp.concatenate([borders[:, :1], inner.astype(jnp.int32), borders[:, -1:]], axis=1)
+        return moved, jnp.any(moved != borders), iteration + 1
+
+    def unfinished(state: tuple[Array, Array, Array]) -> Array:
+        return state[1] & (state[2] < MAX_LLOYD_ITERATIONS)
+
+    start = (borders, jnp.array(True), jnp.array(0, jnp.int32))
+    return jax.lax.while_loop(unfinished, step, start)[0]

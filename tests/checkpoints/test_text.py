@@ -1,0 +1,84 @@
+"""Text into token sequences."""
+
+import json
+
+import numpy as np
+import pytest
+
+from checkpoints.text import load_tokenizer, read_documents, sha256, token_sequences
+from pw_jax.errors import UserError
+
+
+class Letters:
+    """A tokenizer with a token a letter."""
+
+    eos_token_id = 0
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_documents(tmp_path):
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\ntwo")
+    assert read_documents(plain) == ["one\ntwo"]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "one"}\n\n{"text": "tw\u00f6", "more": 1}\n', encoding="utf-8")
+    assert read_documents(lines) == ["one", "tw\u00f6"]
+
+
+def test_line_separators_inside_a_text_do_not_end_the_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    text = "one\u2028two\x85three"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_documents(path) == [text]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "one"}\n{"other": 1}', 'line 2 is not a JSON object with a "text"'),
+        (b'{"text": 1}', 'line 1: "text" is not a string'),
+        (b"[1]", 'line 1 is not a JSON object with a "text"'),
+        (b"nonsense", 'line 1 is not a JSON object with a "text"'),
+        (b"\xff", "cannot read the text"),
+        (b"\n", "is empty"),
+    ],
+)
+def test_bad_texts(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_documents(path)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(UserError, match="cannot read the text"):
+        read_documents(tmp_path / "nope.txt")
+    with pytest.raises(UserError, match="cannot read"):
+        sha256(tmp_path / "nope.txt")
+    with pytest.raises(UserError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_many_documents_give_their_beginnings():
+    documents = [chr(65 + index) * 1000 for index in range(20)]
+    tokens = token_sequences(Letters(), documents, 1024)
+    assert tokens.shape == (4, 256)
+    assert tokens.dtype == np.int32
+    assert len(np.unique(tokens)) >= 4
+    np.testing.assert_array_equal(tokens, token_sequences(Letters(), documents, 1024))
+
+
+def test_one_document_gives_all():
+    tokens = token_sequences(Letters(), ["x" * 5000], 2048)
+    assert tokens.shape == (8, 256)
+
+
+def test_little_text_gives_what_there_is():
+    assert token_sequences(Letters(), ["x" * 300], 2048).shape == (1, 256)
+    assert token_sequences(Letters(), ["x" * 99], 2048).shape == (1, 100)
+    assert token_sequences(Letters(), ["x" * 400], 64).shape == (1, 64)
+    with pytest.raises(UserError, match="gives 4 tokens of 2048"):
+        token_sequences(Letters(), ["xyz"], 2048)

@@ -1,0 +1,141 @@
+"""A tiny MoE model, quantised in memory: what the engine's tests run on."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from flax import nnx
+
+from pw_jax.models import registry
+from pw_jax.models.config import ModelConfig
+from pw_jax.models.decoder import CausalLm
+from pw_jax.paging.layout import MODULES, ExpertFormat
+from pw_jax.quantizer.damage import damage
+from pw_jax.quantizer.format import QuantizedMatrix, dequantize
+from pw_jax.quantizer.nested import quantize_matrix
+
+TINY_MOE = {
+    "model_type": "qwen2_moe",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 95,
+}
+
+TINY_DENSE = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@dataclass(frozen=True)
+class MemoryExperts:
+    """An ExpertSource made from the DenseExperts of a model."""
+
+    model: CausalLm
+    seed_bits: int = 3
+    parent_bits: int = 8
+
+    @cached_property
+    def matrices(self) -> dict[tuple[int, int, int], QuantizedMatrix]:
+        quantized = {}
+        for block, weight in self.weights.items():
+            quantized[block] = quantize_matrix(
+                weight, seed_bits=self.seed_bits, parent_bits=self.parent_bits, name=str(block)
+            )
+        return quantized
+
+    @cached_property
+    def weights(self) -> dict[tuple[int, int, int], np.ndarray]:
+        config = self.model.config
+        found = {}
+        for index, layer in enumerate(config.moe_layers):
+            experts = self.model.model.layers[layer].mlp.experts
+            for module, name in enumerate(("gate_up_proj", "down_proj")):
+                stacked = np.asarray(getattr(experts, name)[...], np.float32)
+                for expert in range(stacked.shape[0]):
+                    found[index, expert, module] = stacked[expert]
+        return found
+
+    @property
+    def expert_format(self) -> ExpertFormat:
+        gate_up, down = (self.matrices[0, 0, module].rows_per_table for module in (0, 1))
+        return ExpertFormat(self.seed_bits, self.parent_bits, (gate_up, down))
+
+    @cached_property
+    def damage(self) -> np.ndarray:
+        shape = self.model.config.expert_shape
+        assert shape is not None
+        blocks = (len(self.model.config.moe_layers), shape.experts, len(MODULES))
+        values = np.zeros((*blocks, self.parent_bits - self.seed_bits + 1))
+        for block, matrix in self.matrices.items():
+            weight = self.weights[block]
+            values[block] = damage(
+                weight, matrix, *(np.ones(size, np.float32) for size in weight.shape)
+            )
+        return values
+
+    calibration_mass = None
+
+    def load_experts(self, layer: int, module: int):
+        experts = self.model.config.expert_shape.experts
+        own = [self.matrices[layer, expert, module] for expert in range(experts)]
+        widths = own[0].widths
+        return (
+            np.stack([np.asarray(m.planes) for m in own]),
+            {b: np.stack([np.asarray(m.tables[b]) for m in own]) for b in widths},
+            {b: np.stack([np.asarray(m.scales[b]) for m in own]) for b in widths},
+        )
+
+    def dequantized(self, bits: int) -> CausalLm:
+        """The model with experts multiplied densely at one width."""
+        weights = dict(_named_weights(self.model))
+        for index, layer in enumerate(self.model.config.moe_layers):
+            for module, name in enumerate(("gate_up_proj", "down_proj")):
+                own = [
+                    m
+                    for (row, _, kind), m in self.matrices.items()
+                    if (row, kind) == (index, module)
+                ]
+                key = f"model.layers.{layer}.mlp.experts.{name}"
+                weights[key] = np.stack([np.asarray(dequantize(m, bits)) for m in own])
+        return registry.set_weights(registry.build_model(self.model.config), weights)
+
+    def paged(self) -> CausalLm:
+        """The model without the experts' arrays."""
+        weights = {k: v for k, v in _named_weights(self.model).items() if ".experts." not in k}
+        return registry.set_weights(registry.build_model(self.model.config, "paged"), weights)
+
+
+def _named_weights(model: CausalLm) -> dict[str, np.ndarray]:
+    return {
+        ".".join(map(str, path)): np.asarray(leaf[...])
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+
+
+def tiny_config(raw: dict | None = None) -> ModelConfig:
+    return registry.read_config(raw or TINY_MOE)
+
+
+def tiny_experts(seed: int = 0, **options: int) -> MemoryExperts:
+    """A random tiny MoE model with its quantised experts."""
+    return MemoryExperts(registry.random_model(tiny_config(), seed=seed), **options)
