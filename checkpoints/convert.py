@@ -5,35 +5,23 @@ are each written whole or not at all, so a conversion that was killed goes on af
 """
 
 import resource
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
-from checkpoints.huggingface import MODULES, Checkpoint, Module, load_weights
+from checkpoints.huggingface import MODULES, Checkpoint, Module
 from checkpoints.manifest import (
     ConvertOptions,
     copy_side_files,
     make_manifest,
     start_or_resume,
-    write_json,
 )
-from checkpoints.store import (
-    MANIFEST,
-    ExpertArrays,
-    item_path,
-    load_item,
-    save_experts,
-    save_item,
-)
-from checkpoints.text import load_tokenizer, read_documents, token_sequences
+from checkpoints.sensitivity import Sensitivity, calibration_tokens, measure
+from checkpoints.store import ExpertArrays, item_path, save_experts, save_item
 from pw_jax.errors import UserError
-from pw_jax.models import registry
 from pw_jax.quantizer.damage import damage
 from pw_jax.quantizer.nested import quantize_matrix
 
@@ -90,36 +78,52 @@ def convert(
         raise UserError(f"{out} exists; remove it or give another --out")
     report(Progress("checking the source"))
     checkpoint = Checkpoint(source)
-    shape = checkpoint.model_config.expert_shape
-    layers = checkpoint.model_config.moe_layers
-    progress = Progress("", total=len(layers) * len(MODULES) * (shape.experts if shape else 0))
-    report(replace(progress, stage="hashing the source"))
-    partial = out.with_name(out.name + ".partial")
+    config = checkpoint.model_config
+    experts = config.expert_shape.experts if config.expert_shape else 0
+    progress = Progress("hashing the source", total=len(config.moe_layers) * len(MODULES) * experts)
+    report(progress)
     manifest = make_manifest(checkpoint, options)
+    tokens = None
+    if options.calibration is not None and config.moe_layers:
+        tokens = calibration_tokens(checkpoint, options.calibration, options.calibration_tokens)
+        manifest["calibration"]["tokens"] = int(tokens.size)
+
+    partial = out.with_name(out.name + ".partial")  # nothing is written before this line
     start_or_resume(partial, manifest, restart)
-    statistics = _calibration(checkpoint, options, partial, manifest, progress, report)
+    sensitivity = Sensitivity()
+    if tokens is not None:
+        report(replace(progress, stage="calibrating"))
+        sensitivity = measure(
+            checkpoint,
+            tokens,
+            partial / "calibration",
+            lambda done, of: report(replace(progress, stage=f"calibrating {done}/{of}")),
+        )
     if not (partial / "dense").exists():
         report(replace(progress, stage="saving what is not quantised"))
-        dtype = np.dtype(options.dtype)
-        dense = {n: checkpoint.read(n).astype(dtype, copy=False) for n in checkpoint.dense_names()}
-        save_item(partial / "dense", dense)
-        del dense
-    for index, layer in enumerate(layers):
+        save_item(partial / "dense", checkpoint.read_dense(options.dtype))
+    for index, layer in enumerate(config.moe_layers):
         for module in MODULES:
             progress = replace(progress, stage=f"layer {layer} {module}")
             path = item_path(partial, layer, module)
             if path.exists():
-                assert shape is not None
-                progress = replace(progress, matrices=progress.matrices + shape.experts)
+                progress = replace(progress, matrices=progress.matrices + experts)
                 report(progress)
                 continue
-            weights = None if statistics is None else _marginals(statistics, index, module)
-            arrays, progress = _quantize_module(
-                checkpoint, options, layer, module, weights, progress, report
+
+            def count(nbytes: int) -> None:
+                nonlocal progress
+                matrices, read = progress.matrices + 1, progress.read_bytes + nbytes
+                progress = replace(progress, matrices=matrices, read_bytes=read)
+                report(progress)
+
+            save_experts(
+                path, _quantize_module(checkpoint, options, sensitivity, index, module, count)
             )
-            save_experts(path, arrays)
     copy_side_files(checkpoint.directory, partial)
-    _finish(partial, out)
+    if out.exists():
+        raise UserError(f"{out} appeared during the conversion; the result is in {partial}")
+    partial.rename(out)
     report(replace(progress, stage="done"))
     return out
 
@@ -127,84 +131,33 @@ def convert(
 def _quantize_module(
     checkpoint: Checkpoint,
     options: ConvertOptions,
-    layer: int,
+    sensitivity: Sensitivity,
+    index: int,
     module: Module,
-    marginals: tuple[np.ndarray, np.ndarray] | None,
-    progress: Progress,
-    report: Report,
-) -> tuple[ExpertArrays, Progress]:
-    """Quantises the experts of one module; ``marginals`` are row [E, N] and column [E, K]."""
-    assert checkpoint.model_config.expert_shape is not None
+    report: Callable[[int], None],
+) -> ExpertArrays:
+    """Quantises the experts of one module of the index-th MoE layer, one at a time."""
+    config = checkpoint.model_config
+    assert config.expert_shape is not None
+    layer = config.moe_layers[index]
     name = checkpoint.expert_name(layer, module)
     matrices, damages = [], []
-    for expert in range(checkpoint.model_config.expert_shape.experts):
+    for expert in range(config.expert_shape.experts):
         weight = checkpoint.expert_matrix(layer, module, expert)
-        rows, columns = weight.shape
-        if marginals is None:  # a Fisher matrix of ones
-            row = np.full(rows, columns, np.float32)
-            column = np.ones(columns, np.float32)
-        else:
-            row, column = marginals[0][expert], marginals[1][expert]
+        row, column = sensitivity.for_quantizer(index, module, expert) or (None, None)
         matrix = quantize_matrix(
             weight,
             name=f"{name}[{expert}]",
-            column_weight=None if marginals is None else column,
-            row_weight=None if marginals is None else row,
+            row_weight=row,
+            column_weight=column,
             seed_bits=options.seed_bits,
             parent_bits=options.parent_bits,
         )
+        row, column = sensitivity.for_damage(index, module, expert, weight.shape)
         matrices.append(matrix)
-        damages.append(np.asarray(damage(weight, matrix, row, column)))
-        progress = replace(
-            progress,
-            matrices=progress.matrices + 1,
-            read_bytes=progress.read_bytes + weight.nbytes,
-        )
-        report(progress)
-    return ExpertArrays.stack(matrices, damages), progress
-
-
-def _calibration(
-    checkpoint: Checkpoint,
-    options: ConvertOptions,
-    partial: Path,
-    manifest: dict[str, Any],
-    progress: Progress,
-    report: Report,
-) -> dict[str, np.ndarray] | None:
-    """Measures the sensitivities, or loads what an earlier run measured."""
-    if options.calibration is None or not checkpoint.model_config.moe_layers:
-        return None
-    from pw_jax import calibration
-
-    path = partial / "calibration"
-    if not path.exists():
-        report(replace(progress, stage="calibrating"))
-        tokenizer = load_tokenizer(checkpoint.directory)
-        documents = read_documents(options.calibration)
-        tokens = token_sequences(tokenizer, documents, options.calibration_tokens)
-        model = registry.build_model(checkpoint.model_config, experts="dense", dtype=np.float32)
-        model = registry.set_weights(model, load_weights(checkpoint, np.float32))
-        measured = calibration.calibrate(model, tokens)
-        save_item(path, {**measured.as_arrays(), "tokens": np.asarray(tokens.size)})
-    statistics = load_item(path, None)
-    write_json(partial / MANIFEST, manifest | {"calibration_tokens": int(statistics["tokens"])})
-    return statistics
-
-
-def _marginals(
-    statistics: dict[str, np.ndarray], index: int, module: Module
-) -> tuple[np.ndarray, np.ndarray]:
-    return statistics[f"{module}_row"][index], statistics[f"{module}_column"][index]
-
-
-def _finish(partial: Path, out: Path) -> None:
-    """Sweeps what a killed run left half-written, and gives the folder its name."""
-    for leftover in [*partial.glob("*.orbax-checkpoint-tmp*"), *partial.glob("*/*-tmp*")]:
-        shutil.rmtree(leftover)
-    if out.exists():
-        raise UserError(f"{out} appeared during the conversion; the result is in {partial}")
-    partial.rename(out)
+        damages.append(damage(weight, matrix, row, column))
+        report(weight.nbytes)
+    return ExpertArrays.stack(matrices, damages)
 
 
 def peak_memory_gib() -> float:

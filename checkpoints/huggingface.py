@@ -127,6 +127,12 @@ class Checkpoint:
         for name in self.names():
             yield name, self.read(name).astype(np.dtype(dtype), copy=False)
 
+    def read_dense(self, dtype: DTypeLike) -> dict[str, np.ndarray]:
+        """Reads every weight but the routed experts, in ``dtype``."""
+        return {
+            name: self.read(name).astype(np.dtype(dtype), copy=False) for name in self.dense_names()
+        }
+
     def _read(self, piece: Piece, index: int | None = None) -> np.ndarray:
         return read_tensor(piece.source, self._tensors[piece.source], index)
 

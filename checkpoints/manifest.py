@@ -11,11 +11,13 @@ from checkpoints.huggingface import Checkpoint
 from checkpoints.store import FORMAT, MANIFEST
 from checkpoints.tensor_files import read_json
 from checkpoints.text import sha256
+from pallas_kernels.bitplanes import WORD_BITS
 from pw_jax.errors import UserError
 from pw_jax.quantizer.format import MAX_BITS, rows_per_table
 
 DTYPES = ("bfloat16", "float32")
 MIN_BITS = 2
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of items that orbax has not committed
 # beside the weights: what a tokenizer, a chat and a lawyer need
 COPIED = (
     "config.json",
@@ -69,6 +71,11 @@ def make_manifest(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, 
     shared = {}
     if config.expert_shape is not None:
         embed, ffn = config.expert_shape.embed, config.expert_shape.ffn
+        if embed % WORD_BITS or ffn % WORD_BITS:
+            raise UserError(
+                f"{checkpoint.directory}: experts of width {embed} and hidden width {ffn} cannot "
+                f"be stored in bitplanes; both must be multiples of {WORD_BITS}"
+            )
         shared = {
             "gate_up": rows_per_table(2 * ffn, embed, options.parent_bits),
             "down": rows_per_table(embed, ffn, options.parent_bits),
@@ -101,16 +108,13 @@ def make_manifest(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, 
     }
 
 
-def start_or_resume(partial: Path, manifest: dict[str, Any], restart: bool) -> bool:
+def start_or_resume(partial: Path, manifest: dict[str, Any], restart: bool) -> None:
     """Makes the folder of a conversion, or finds one that the same conversion left.
 
     Args:
         partial: where the conversion is written until it is whole.
         manifest: of this conversion.
         restart: throw away what is there.
-
-    Returns:
-        Whether there was something to go on from.
 
     Raises:
         UserError: another conversion left the folder, or it cannot be written.
@@ -121,8 +125,9 @@ def start_or_resume(partial: Path, manifest: dict[str, Any], restart: bool) -> b
             raise UserError(f"{partial} is not an unfinished conversion; move it out of the way")
         if restart and partial.exists():
             shutil.rmtree(partial)
-        resumed = partial.exists()
         partial.mkdir(parents=True, exist_ok=True)
+        for unfinished in [*partial.glob(f"*{UNFINISHED}*"), *partial.glob(f"*/*{UNFINISHED}*")]:
+            shutil.rmtree(unfinished)
     except OSError as error:
         raise UserError(f"cannot write {partial}: {error}") from None
     if (partial / MANIFEST).exists():
@@ -133,12 +138,10 @@ def start_or_resume(partial: Path, manifest: dict[str, Any], restart: bool) -> b
                 "remove it or pass --restart"
             )
     write_json(partial / MANIFEST, manifest)
-    return resumed
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    # it may go on under newer libraries; the tokens are counted on the way
-    keys = (set(old) | set(new)) - {"versions", "calibration_tokens"}
+    keys = (set(old) | set(new)) - {"versions"}  # it may go on under newer libraries
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
 

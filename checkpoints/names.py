@@ -5,6 +5,7 @@ Our dotted names are the Hugging Face ones, with the routed experts of a layer f
 fused or expert by expert; everything else is the identity.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Rule:
         return None if found is None else self.file.format(block=found["block"], expert=expert)
 
 
+@functools.cache
 def _pattern(template: str) -> re.Pattern[str]:
     escaped = re.escape(template)
     escaped = escaped.replace(r"\{block\}", "(?P<block>.+)")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ from pw_jax.errors import UserError
 
 SEQUENCE = 256  # tokens; documents seldom reach much further back
 SHORTEST = 16
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model folder, as transformers has it."""
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        raise UserError(f"{directory} has no tokenizer ({' or '.join(TOKENIZER_FILES)})")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
     from transformers import AutoTokenizer  # slow to import
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{directory} has no tokenizer that transformers can load: {first}"
-        ) from None
+    except Exception as error:  # transformers raises nearly every kind for a damaged file
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{directory}: cannot load the tokenizer: {reason}") from None
 
 
 def read_documents(path: Path) -> list[str]:
@@ -40,7 +43,7 @@ def read_documents(path: Path) -> list[str]:
     documents = [content]
     if path.suffix == ".jsonl":
         documents = []
-        for number, line in enumerate(content.splitlines(), start=1):
+        for number, line in enumerate(content.split("\n"), start=1):
             if line.strip():
                 documents.append(_text_of(line, f"{path} line {number}"))
     if not any(document.strip() for document in documents):

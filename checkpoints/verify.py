@@ -1,8 +1,9 @@
 """Comparing a converted checkpoint with its source, width by width."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def _logits(model: CausalLm, tokens: Int32[np.ndarray, "S T"]) -> Iterator[np.nd
     graph, state = nnx.split(model)
 
     @jax.jit
-    def forward(leaves: nnx.State, row: Int32[Array, "1 T"]) -> Float32[Array, "1 T V"]:
+    def forward(leaves: Any, row: Int32[Array, "1 T"]) -> Float32[Array, "1 T V"]:
         built = nnx.merge(graph, leaves)
         positions = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
         memory = SequenceMemory(jnp.ones(row.shape, bool))
@@ -89,7 +90,12 @@ def _logits(model: CausalLm, tokens: Int32[np.ndarray, "S T"]) -> Iterator[np.nd
         yield np.asarray(forward(state, jnp.asarray(row)[None]))[0]
 
 
-def _summary(bits, reference, logits, tokens) -> Comparison:
+def _summary(
+    bits: int | None,
+    reference: Iterable[np.ndarray],
+    logits: Iterable[np.ndarray],
+    tokens: Int32[np.ndarray, "S T"],
+) -> Comparison:
     rows = [
         jax.tree.map(float, _measure(jnp.asarray(ours), jnp.asarray(theirs), jnp.asarray(row)))
         for theirs, ours, row in zip(reference, logits, tokens, strict=True)

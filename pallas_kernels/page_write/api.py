@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation, resolve
 from pallas_kernels.page_layout import KvLayout
-from pallas_kernels.page_write import reference
+from pallas_kernels.page_write import kernels, reference
 
 
 def write_pages(
@@ -22,8 +22,8 @@ def write_pages(
         images: New content.
         implementation: See :mod:`pallas_kernels.implementation`.
     """
-    resolve(implementation, pallas=False)
-    return reference.write_pages(pool, ids, images)
+    body = kernels if resolve(implementation, pallas=True) == "pallas" else reference
+    return body.write_pages(pool, ids, images)
 
 
 def write_kv(
@@ -47,5 +47,5 @@ def write_kv(
         layout: Layout of the layer's pages.
         implementation: See :mod:`pallas_kernels.implementation`.
     """
-    resolve(implementation, pallas=False)
-    return reference.write_kv(pool, k, v, pages, offsets, layout)
+    body = kernels if resolve(implementation, pallas=True) == "pallas" else reference
+    return body.write_kv(pool, k, v, pages, offsets, layout)

@@ -5,6 +5,10 @@ from jaxtyping import Array, Float, Int32, UInt32
 from pallas_kernels.implementation import Implementation, resolve
 from pallas_kernels.page_layout import KvLayout
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.configs import decode_config, prefill_config
+from pallas_kernels.paged_attention.decode import paged_decode
+from pallas_kernels.paged_attention.prefill import paged_prefill
+from pallas_kernels.paged_attention.tiles import Scores
 
 
 def paged_attention(
@@ -36,5 +40,23 @@ def paged_attention(
     Returns:
         Attention output in q's dtype.
     """
-    resolve(implementation, pallas=False)
-    return reference.paged_attention(q, pool, pages, positions, layout, scale, window, soft_cap)
+    if resolve(implementation, pallas=True) == "xla":
+        return reference.paged_attention(q, pool, pages, positions, layout, scale, window, soft_cap)
+    scores, words = Scores(scale, soft_cap), layout.words_per_head
+    if q.shape[1] > 1:
+        config = prefill_config(words)
+        return paged_prefill(
+            q, pool, pages, positions, layout=layout, scores=scores, window=window, config=config
+        )
+    config = decode_config(words, q.shape[2] // layout.kv_heads)
+    out = paged_decode(
+        q[:, 0],
+        pool,
+        pages,
+        positions[:, 0],
+        layout=layout,
+        scores=scores,
+        window=window,
+        config=config,
+    )
+    return out[:, None]

@@ -1,11 +1,17 @@
 """The jnp form of paged attention: gathers every page of a sequence, then plain attention."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.attention import masked_attention
 from pallas_kernels.page_layout import KvLayout
 from pallas_kernels.page_write.reference import unpack_heads
+
+
+def compute_dtype(q: jax.Array, layout: KvLayout) -> jnp.dtype:
+    """The dtype of products: the queries' if the pages hold the same, else float32."""
+    return q.dtype if q.dtype == layout.dtype else jnp.dtype(jnp.float32)
 
 
 def gather_kv(

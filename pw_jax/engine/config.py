@@ -11,8 +11,10 @@ class EngineConfig:
     """Sizes that shape the compiled steps, and the memory they run in.
 
     Attributes:
-        memory_budget_bytes: Device memory for weights and pages together. What XLA needs besides
-            for temporary values is not in it; :attr:`Engine.temporary_bytes` tells how much.
+        memory_budget_bytes: Device memory for weights and pages together; None takes what all
+            experts at parent bits and all slots at full length need, or 85% of the device if that
+            is less. What XLA needs besides for temporary values is not in it;
+            :attr:`Engine.temporary_bytes` tells how much.
         slots: Sequences that run at once, B.
         max_sequence_tokens: Most tokens of a sequence, prompt and generated.
         prefill_chunk: Tokens of one prefill step.
@@ -23,7 +25,7 @@ class EngineConfig:
         routing_read_steps: Steps between two readings of the routing mass.
     """
 
-    memory_budget_bytes: int
+    memory_budget_bytes: int | None = None
     slots: int = 4
     max_sequence_tokens: int = 1024
     prefill_chunk: int = 64
@@ -37,3 +39,5 @@ class EngineConfig:
         for name in ("slots", "max_sequence_tokens", "prefill_chunk", "routing_read_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.page_bytes is not None and (self.page_bytes <= 0 or self.page_bytes % 512):
+            raise ValueError(f"page_bytes must be a multiple of 512, got {self.page_bytes}")

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import jax
@@ -184,7 +185,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: list[Prompt],
+        prompts: Many[Prompt],
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
         seed: int = 0,

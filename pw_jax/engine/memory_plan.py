@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import jax
+
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.precision import ExpertSource
 from pw_jax.errors import UserError
@@ -16,6 +18,7 @@ class MemoryPlan:
     """What the budget buys.
 
     Attributes:
+        budget_bytes: The budget.
         layout: Layouts of all pages.
         array_bytes: Bytes of the weights that are plain arrays.
         pool_pages: Pages of the pool, page 0 included.
@@ -23,6 +26,7 @@ class MemoryPlan:
         kv_blocks: For each KV group, blocks of a sequence of the greatest length.
     """
 
+    budget_bytes: int
     layout: PagingLayout
     array_bytes: int
     pool_pages: int
@@ -69,19 +73,35 @@ def plan_memory(
         raise UserError(
             f"pages of {4 * page_words} bytes do not suit this model: {problem}"
         ) from problem
-    pool_pages = (config.memory_budget_bytes - array_bytes) // layout.page_bytes
     block_pages = sum(len(group.layers) for group in layout.kv_groups)
     reserve = 1 + (config.planner.release_watermark_blocks + 1) * block_pages
+    budget = config.memory_budget_bytes
+    if budget is None:
+        budget = _roomy_budget(layout, config, array_bytes, reserve)
+    pool_pages = (budget - array_bytes) // layout.page_bytes
     if pool_pages <= reserve:
         raise UserError(
-            f"a memory budget of {config.memory_budget_bytes / MIB:.1f} MiB is too small: weights "
-            f"outside the pool need {array_bytes / MIB:.1f} MiB, and the least pool "
+            f"a memory budget of {budget / MIB:.1f} MiB is too small: weights outside the pool "
+            f"need {array_bytes / MIB:.1f} MiB, and the least pool "
             f"{reserve * layout.page_bytes / MIB:.1f} MiB more: raise the memory budget"
         )
     return MemoryPlan(
+        budget,
         layout,
         array_bytes,
         pool_pages,
         pool_pages - reserve,
         tuple(group.blocks(config.max_sequence_tokens) for group in layout.kv_groups),
     )
+
+
+def _roomy_budget(
+    layout: PagingLayout, config: EngineConfig, array_bytes: int, reserve_pages: int
+) -> int:
+    """Everything at its largest, but no more than 85% of the device."""
+    pages = reserve_pages + config.slots * layout.kv_pages(config.max_sequence_tokens)
+    for matrix in layout.matrices or ():
+        pages += layout.moe_layers * layout.experts * matrix.pages(matrix.parent_bits)
+    wanted = array_bytes + pages * layout.page_bytes
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return wanted if limit is None else min(wanted, int(0.85 * limit))

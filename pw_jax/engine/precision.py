@@ -1,22 +1,37 @@
 """Lowers and restores the precision of experts at step boundaries, as the planner says."""
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Float, Float32, Int, Shaped, UInt32
+from jaxtyping import Float, Int
 
 from pw_jax.paging.allocator import OutOfPagesError, PageAllocator
-from pw_jax.paging.host_pages import Block, HostPages
+from pw_jax.paging.host_pages import Block, ExpertArrays, HostPages
 from pw_jax.paging.layout import MODULES, ExpertFormat, PagingLayout
 from pw_jax.paging.mover import Mover
 from pw_jax.paging.weight_pages import WeightPageTable
 from pw_jax.planner.config import PlannerConfig
+from pw_jax.planner.damage import conditional_damage
 from pw_jax.planner.demand import pages_to_release, pages_to_restore, restorable
 from pw_jax.planner.initial import initial_bits
 from pw_jax.planner.plan import PlanInputs, plan_release, plan_restore
 from pw_jax.planner.routing import RoutingMass
 from sharding.placement import host_memory
+
+
+class CalibrationCounts(NamedTuple):
+    """What calibration saw of each expert.
+
+    Attributes:
+        routing_mass: Router weight summed over tokens, ``[L, E]``.
+        tokens_seen: Tokens routed to each expert, ``[L, E]``.
+        tokens: Tokens in all.
+    """
+
+    routing_mass: np.ndarray
+    tokens_seen: np.ndarray
+    tokens: int
 
 
 @runtime_checkable
@@ -29,23 +44,12 @@ class ExpertSource(Protocol):
         ...
 
     @property
-    def damage(self) -> Float[np.ndarray, "L E 2 W"]:
-        """Conditional sensitivity of each block at each width (see `conditional_damage`)."""
+    def calibration(self) -> CalibrationCounts | None:
+        """What calibration saw; None if there was none: then damage is a plain squared error."""
         ...
 
-    @property
-    def calibration_mass(self) -> tuple[Float[np.ndarray, "L E"], int] | None:
-        """Routing mass of the calibration and its tokens, or None without calibration."""
-        ...
-
-    def load_experts(
-        self, layer: int, module: int
-    ) -> tuple[
-        UInt32[np.ndarray, "E P N words"],
-        dict[int, Shaped[np.ndarray, "E groups entries"]],
-        dict[int, Float32[np.ndarray, "E N"]],
-    ]:
-        """Planes, tables and scales of one module of one MoE layer."""
+    def load_experts(self, layer: int, module: int) -> ExpertArrays:
+        """All experts of a module (0 gate_up, 1 down) of the layer-th MoE layer."""
         ...
 
 
@@ -120,19 +124,23 @@ class Precision:
             config: The planner's constants.
             pool: The pool, for its shape and sharding.
         """
-        host = HostPages(layout, host_memory())
+        host, modules = HostPages(layout, host_memory()), range(len(MODULES))
+        errors = []
         for layer in range(layout.moe_layers):
-            for module in range(len(MODULES)):
-                host.add(layer, module, *source.load_experts(layer, module))
-        known = source.calibration_mass
-        routing = (
-            RoutingMass.uniform(layout.moe_layers, layout.experts, config)
-            if known is None
-            else RoutingMass.start(*known, config)
-        )
+            arrays = [source.load_experts(layer, module) for module in modules]
+            for module in modules:
+                host.add(layer, module, arrays[module])
+            errors.append(np.stack([both.damage for both in arrays], axis=1))
+        damage, seen = np.stack(errors).astype(np.float64), source.calibration
+        routing = RoutingMass.uniform(layout.moe_layers, layout.experts, config)
+        if seen is not None:
+            damage = conditional_damage(
+                damage, seen.routing_mass, seen.tokens_seen, config.shrink_tokens
+            )
+            routing = RoutingMass.start(seen.routing_mass, seen.tokens, config)
         block_pages = sum(len(group.layers) for group in layout.kv_groups)
         table, mover = WeightPageTable(layout, allocator, host), Mover(layout, pool)
-        return cls(table, mover, allocator, source.damage, routing, config, block_pages)
+        return cls(table, mover, allocator, damage, routing, config, block_pages)
 
     @property
     def mean_bits(self) -> float:

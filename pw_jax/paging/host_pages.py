@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int32, Shaped, UInt32
+from jaxtyping import Float, Float32, Int32, Shaped, UInt32
 
 from pw_jax.paging.layout import PagingLayout
 
@@ -31,6 +32,31 @@ class Transfer:
         return self.image.nbytes
 
 
+@runtime_checkable
+class ExpertArrays(Protocol):
+    """All experts of one module of one layer, as a checkpoint holds them."""
+
+    @property
+    def planes(self) -> UInt32[np.ndarray, "E P N words"]:
+        """Bitplanes, most significant first."""
+        ...
+
+    @property
+    def tables(self) -> Mapping[int, Shaped[np.ndarray, "E groups entries"]]:
+        """Table entries by width, int8 or int16."""
+        ...
+
+    @property
+    def scales(self) -> Mapping[int, Float32[np.ndarray, "E N"]]:
+        """Row scales by width."""
+        ...
+
+    @property
+    def damage(self) -> Float[np.ndarray, "E widths"]:
+        """Weighted squared error at each width, lowest first."""
+        ...
+
+
 class HostPages:
     """All planes and tables of all blocks, kept for good: lowering a width copies nothing back.
 
@@ -47,34 +73,25 @@ class HostPages:
         self._planes: dict[Block, list[jax.Array]] = {}
         self._tables: dict[Block, dict[int, jax.Array]] = {}
 
-    def add(
-        self,
-        layer: int,
-        module: int,
-        planes: UInt32[np.ndarray, "E P N W"],
-        tables: Mapping[int, Shaped[np.ndarray, "E groups entries"]],
-        scales: Mapping[int, Float32[np.ndarray, "E N"]],
-    ) -> None:
+    def add(self, layer: int, module: int, arrays: ExpertArrays) -> None:
         """Takes one module of one layer from a checkpoint.
 
         Args:
             layer: Index among the MoE layers.
             module: 0 gate_up, 1 down.
-            planes: Bitplanes of every expert, most significant first.
-            tables: Table entries by width.
-            scales: Row scales by width.
+            arrays: All experts of the module.
         """
         assert self.layout.matrices is not None
         matrix = self.layout.matrices[module]
-        for expert in range(planes.shape[0]):
+        for expert in range(arrays.planes.shape[0]):
             block = (layer, expert, module)
             self._planes[block] = [
                 jax.device_put(image, self._sharding)
-                for image in matrix.plane_images(np.asarray(planes[expert]))
+                for image in matrix.plane_images(arrays.planes[expert])
             ]
             self._tables[block] = {
                 bits: jax.device_put(
-                    matrix.table_image(np.asarray(tables[bits][expert]), scales[bits][expert]),
+                    matrix.table_image(arrays.tables[bits][expert], arrays.scales[bits][expert]),
                     self._sharding,
                 )
                 for bits in matrix.widths

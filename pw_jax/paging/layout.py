@@ -141,7 +141,7 @@ def choose_page_words(
     """The largest page (up to 64 KiB) that wastes little of what it holds.
 
     Rounding planes up to pages and tokens down to powers of two wastes space, and more so for small
-    models. Among multiples of 512 bytes, the least waste is found, and the largest page within two
+    models. Among multiples of 512 bytes, the least waste is found, and the largest page within five
     percent of it is taken: large pages keep tables short and copies long.
     """
 
@@ -168,4 +168,4 @@ def choose_page_words(
         for words in range(PAGE_WORD_MULTIPLE, LARGEST_PAGE_WORDS + 1, PAGE_WORD_MULTIPLE)
     }
     best = max(fills.values())
-    return max(words for words, value in fills.items() if value >= best - 0.02)
+    return max(words for words, value in fills.items() if value >= best - 0.05)

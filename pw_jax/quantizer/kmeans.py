@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Float64, Int, Int32
 
 MAX_LLOYD_ITERATIONS = 50
+CANDIDATE_BITS = 6  # the seed chooses its borders among those of 64 clusters
 
 
 class SortedGroups(NamedTuple):
@@ -76,22 +77,26 @@ def nested_borders(
 ) -> Int32[Array, "T borders"]:
     """Borders of the clusters of width ``parent_bits``; every ``2**n``-th is one ``n`` bits up.
 
-    Exact splits and Lloyd's iteration to ``seed_bits``, and only exact splits from there on.
+    The seed is the best choice among the borders that exact splits find, then Lloyd's iteration.
+    Splits alone make a poor seed: an outlier is cut off first, and keeps half of all codes.
     """
     count, size = groups.values.shape
-    clusters = Clusters(  # one that holds everything, and empty ones to fill up a fixed shape
-        jnp.full((count, 2**parent_bits + 1), size, jnp.int32).at[:, 0].set(0),
-        jnp.zeros((count, size), jnp.int32),
-    )
+    everything = jnp.broadcast_to(jnp.array([0, size], jnp.int32), (count, 2))
+    candidates = split_repeatedly(groups, everything, CANDIDATE_BITS)
+    seed = lloyd(groups, best_borders(groups, candidates, 2**seed_bits))
+    return split_repeatedly(groups, seed, parent_bits - seed_bits)
 
-    def one_bit_more(_: Array, clusters: Clusters) -> Clusters:  # a loop body: compiled once
-        return split(groups, clusters)
 
-    clusters = jax.lax.fori_loop(0, seed_bits, one_bit_more, clusters)
-    seed = lloyd(groups, clusters.borders[:, : 2**seed_bits + 1])
-    borders = clusters.borders.at[:, : 2**seed_bits + 1].set(seed)
-    clusters = Clusters(borders, _member(seed, size))
-    return jax.lax.fori_loop(seed_bits, parent_bits, one_bit_more, clusters).borders
+def split_repeatedly(
+    groups: SortedGroups, borders: Int32[Array, "T borders"], times: int
+) -> Int32[Array, "T more"]:
+    """Split every cluster in two, and so on."""
+    size = groups.values.shape[1]
+    count = (borders.shape[1] - 1) * 2**times
+    empty = ((0, 0), (0, count + 1 - borders.shape[1]))  # fills up a fixed shape
+    clusters = Clusters(jnp.pad(borders, empty, constant_values=size), _member(borders, size))
+    # A loop, so that the body is compiled once.
+    return jax.lax.fori_loop(0, times, lambda _, so_far: split(groups, so_far), clusters).borders
 
 
 def _member(borders: Int32[Array, "T borders"], size: int) -> Int32[Array, "T M"]:
@@ -157,6 +162,39 @@ def centroids(
     moment = jnp.diff(_gather(groups.moment, borders), axis=1)
     mean = jnp.where(size > 0, moment / jnp.where(size > 0, weight, 1.0), -jnp.inf)
     return jax.lax.cummax(mean, axis=1), size
+
+
+def best_borders(
+    groups: SortedGroups, candidates: Int32[Array, "T borders"], clusters: int
+) -> Int32[Array, "T chosen"]:
+    """The clustering of least squared error whose borders are all candidates.
+
+    Dynamic programming over (number of clusters, candidate where they end). The error of a cluster
+    is its sum of squares, which adds up to a constant, less ``moment**2 / weight``.
+    """
+    weight, moment = _gather(groups.weight, candidates), _gather(groups.moment, candidates)
+    weight = weight[:, None, :] - weight[:, :, None]
+    moment = moment[:, None, :] - moment[:, :, None]
+    error = jnp.where(weight > 0, -jnp.square(moment) / jnp.where(weight > 0, weight, 1.0), 0.0)
+    last = candidates.shape[1] - 1
+    backwards = jnp.tri(last + 1, k=-1, dtype=bool)
+    error = jnp.where(backwards[None], jnp.inf, error)
+
+    def add_cluster(least: Array, _: None) -> tuple[Array, Array]:
+        total = least[:, :, None] + error
+        # Of equals the last, so that clusters to spare are empty ones at the end.
+        return jnp.min(total, axis=1), last - jnp.argmin(total[:, ::-1], axis=1)
+
+    _, origins = jax.lax.scan(add_cluster, error[:, 0], None, clusters - 1)
+
+    def step_back(end: Array, origin: Array) -> tuple[Array, Array]:
+        start = _gather(origin, end)
+        return start, start
+
+    end = jnp.full((candidates.shape[0], 1), last, origins.dtype)
+    _, chosen = jax.lax.scan(step_back, end, origins, reverse=True)
+    inner = _gather(candidates, jnp.moveaxis(chosen[:, :, 0], 0, 1))
+    return jnp.concatenate([candidates[:, :1], inner, candidates[:, -1:]], axis=1)
 
 
 def lloyd(groups: SortedGroups, borders: Int32[Array, "T borders"]) -> Int32[Array, "T borders"]:

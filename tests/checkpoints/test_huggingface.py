@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_moe import CONFIG, Weights, make_weights, split_experts, write
 
+from checkpoints import huggingface
 from checkpoints.huggingface import Checkpoint, load_dense_model, load_weights
 from pw_jax.errors import UserError
 from pw_jax.models.memory import SequenceMemory
@@ -29,9 +30,17 @@ def test_four_spellings_give_the_same_tree(tmp_path, weights, spelling, shards):
 
 
 @pytest.mark.parametrize("spelling", ["fused", "separate"])
-def test_one_expert_is_read_alone(tmp_path, weights, spelling):
+def test_one_expert_is_read_alone(tmp_path, weights, spelling, monkeypatch):
     tensors = weights if spelling == "fused" else split_experts(weights)
     checkpoint = Checkpoint(write(tmp_path, tensors))
+    read = huggingface.read_tensor
+
+    def read_little(*arguments):
+        array = read(*arguments)
+        assert array.ndim == 2
+        return array
+
+    monkeypatch.setattr(huggingface, "read_tensor", read_little)
     for module in ("gate_up", "down"):
         whole = weights[f"model.layers.1.mlp.experts.{module}_proj"]
         np.testing.assert_array_equal(checkpoint.expert_matrix(1, module, 3), whole[3])

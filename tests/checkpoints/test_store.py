@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from tiny_moe import CONFIG, make_weights, split_experts, write
 
 from checkpoints.convert import convert
 from checkpoints.store import (
@@ -119,6 +120,24 @@ def test_dequantized_model_holds_the_quantised_weights(tmp_path, tiny, weights):
         np.testing.assert_array_equal(built[2], expected)
     with pytest.raises(UserError, match="holds 3 to 8 bits, not 9"):
         dequantized_model(store, 9, jnp.float32)
+
+
+def test_layers_without_experts(tmp_path):
+    config = CONFIG | {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    source = write(tmp_path / "source", split_experts(make_weights(config)), config)
+    store = open_store(convert(source, tmp_path / "out"))
+    assert store.manifest["moe_layers"] == [0, 2]
+    assert "model.layers.1.mlp.gate_proj.weight" in store.load_dense(jnp.bfloat16)
+    dequantized_model(store, 4, jnp.bfloat16)
+
+
+def test_a_dense_family_converts_too(tmp_path):
+    config = {name: v for name, v in CONFIG.items() if "expert" not in name}
+    config |= {"model_type": "llama", "tie_word_embeddings": True}
+    weights = make_weights(config)
+    store = open_store(convert(write(tmp_path / "source", weights, config), tmp_path / "out"))
+    assert store.load_dense(jnp.float32).keys() == weights.keys()
+    dequantized_model(store, 8, jnp.float32)
 
 
 def test_stack_and_matrix_are_inverse(tmp_path, tiny):

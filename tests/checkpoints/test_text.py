@@ -58,7 +58,10 @@ def test_missing_files(tmp_path):
         read_documents(tmp_path / "nope.txt")
     with pytest.raises(UserError, match="cannot read"):
         sha256(tmp_path / "nope.txt")
-    with pytest.raises(UserError, match="has no tokenizer that can be loaded"):
+    with pytest.raises(UserError, match="has no tokenizer "):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
         load_tokenizer(tmp_path)
 
 

@@ -1,15 +1,19 @@
 """A tiny MoE model, quantised in memory: what the engine's tests run on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
-from pw_jax.paging.layout import MODULES, ExpertFormat
+from pw_jax.paging.layout import ExpertFormat
 from pw_jax.quantizer.damage import damage
 from pw_jax.quantizer.format import QuantizedMatrix, dequantize
 from pw_jax.quantizer.nested import quantize_matrix
@@ -46,6 +50,13 @@ TINY_DENSE = {
 }
 
 
+class StackedExperts(NamedTuple):
+    planes: np.ndarray
+    tables: dict[int, np.ndarray]
+    scales: dict[int, np.ndarray]
+    damage: np.ndarray
+
+
 @dataclass(frozen=True)
 class MemoryExperts:
     """An ExpertSource made from the DenseExperts of a model."""
@@ -80,29 +91,16 @@ class MemoryExperts:
         gate_up, down = (self.matrices[0, 0, module].rows_per_table for module in (0, 1))
         return ExpertFormat(self.seed_bits, self.parent_bits, (gate_up, down))
 
-    @cached_property
-    def damage(self) -> np.ndarray:
-        shape = self.model.config.expert_shape
-        assert shape is not None
-        blocks = (len(self.model.config.moe_layers), shape.experts, len(MODULES))
-        values = np.zeros((*blocks, self.parent_bits - self.seed_bits + 1))
-        for block, matrix in self.matrices.items():
-            weight = self.weights[block]
-            values[block] = damage(
-                weight, matrix, *(np.ones(size, np.float32) for size in weight.shape)
-            )
-        return values
+    calibration = None
 
-    calibration_mass = None
-
-    def load_experts(self, layer: int, module: int):
-        experts = self.model.config.expert_shape.experts
-        own = [self.matrices[layer, expert, module] for expert in range(experts)]
-        widths = own[0].widths
-        return (
-            np.stack([np.asarray(m.planes) for m in own]),
-            {b: np.stack([np.asarray(m.tables[b]) for m in own]) for b in widths},
-            {b: np.stack([np.asarray(m.scales[b]) for m in own]) for b in widths},
+    def load_experts(self, layer: int, module: int) -> "StackedExperts":
+        blocks = [(layer, expert, module) for expert in range(4)]
+        own = [self.matrices[block] for block in blocks]
+        return StackedExperts(
+            planes=np.stack([np.asarray(m.planes) for m in own]),
+            tables={b: np.stack([np.asarray(m.tables[b]) for m in own]) for b in own[0].widths},
+            scales={b: np.stack([np.asarray(m.scales[b]) for m in own]) for b in own[0].widths},
+            damage=np.stack([plain_damage(self.weights[b], self.matrices[b]) for b in blocks]),
         )
 
     def dequantized(self, bits: int) -> CausalLm:
@@ -139,3 +137,23 @@ def tiny_config(raw: dict | None = None) -> ModelConfig:
 def tiny_experts(seed: int = 0, **options: int) -> MemoryExperts:
     """A random tiny MoE model with its quantised experts."""
     return MemoryExperts(registry.random_model(tiny_config(), seed=seed), **options)
+
+
+def plain_damage(weight: np.ndarray, matrix: QuantizedMatrix) -> np.ndarray:
+    """Squared error at each width, all weights alike."""
+    return damage(weight, matrix, *(np.ones(size, np.float32) for size in weight.shape))
+
+
+@contextmanager
+def no_compilation() -> Iterator[None]:
+    """Fails if XLA compiles anything inside."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled

@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
-from engine_doubles import MemoryExperts
+from engine_doubles import MemoryExperts, no_compilation
 from test_engine import CONFIG, some_prompts
 
 from pw_jax.engine.engine import Engine
@@ -36,13 +35,9 @@ def test_widths_fall_from_eight_to_three_and_rise_again(experts):
     engine = pressed_engine(experts, 530)
     assert engine.precision is not None
     assert engine.precision.mean_bits == 8
-    compiled: list[str] = []
-    listen = lambda event, duration, **_: compiled.append(event)  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listen)
     sequences = [engine.submit(Request(tuple(p), 60)) for p in some_prompts(40, 40, 40, 20)]
-    widths = run_checked(engine)
-    jax.monitoring.unregister_event_duration_listener(listen)
-    assert not [event for event in compiled if "compile" in event]
+    with no_compilation():
+        widths = run_checked(engine)
     assert min(w.min() for w in widths) == 3
     assert [len(s.generated) for s in sequences] == [60] * 4
     assert engine.precision.raised > 0

@@ -112,8 +112,10 @@ def test_eight_clusters_are_near_the_optimum(kind: str):
         optimum += optimal_error(values[row], weights[row], 8)
         found += errors[seed[row, :-1], seed[row, 1:]].sum()
         nested += errors[from_two_bits[row, :-1], from_two_bits[row, 1:]].sum()
-    assert optimum <= found <= 1.15 * optimum
-    assert optimum <= nested <= 1.6 * optimum  # one split without Lloyd costs more
+    assert optimum <= found <= 1.05 * optimum
+    assert nested >= optimum
+    if kind != "one outlier":  # of four clusters it takes one, and with it two of the eight
+        assert nested <= 1.6 * optimum
 
 
 def lloyd_error(values: np.ndarray, clusters: int) -> float:

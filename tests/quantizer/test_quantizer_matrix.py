@@ -122,7 +122,8 @@ def test_scaling_rows_by_powers_of_two_changes_scales_only():
 
 @pytest.mark.parametrize("shared", [1, 4])
 def test_column_weights_lower_the_weighted_error(shared: int):
-    weight, columns = random_matrix(1, 64), random_columns(2).astype(np.float64)
+    weight = random_matrix(1, columns=512)
+    columns = random_columns(2, 512).astype(np.float64)
     plain = quantize(weight, rows_per_table=shared)
     weighted = quantize(weight, column_weight=columns, rows_per_table=shared)
     before = weighted_errors(weight, plain, columns).sum(axis=1)

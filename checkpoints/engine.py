@@ -1,0 +1,72 @@
+"""An engine from a folder: a converted checkpoint (paged experts) or a Hugging Face one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.typing import DTypeLike
+
+from checkpoints.huggingface import MODULES, load_dense_model
+from checkpoints.store import MANIFEST, ExpertArrays, Store, open_store
+from checkpoints.text import load_tokenizer
+from pw_jax.engine.config import EngineConfig
+from pw_jax.engine.engine import Engine
+from pw_jax.engine.precision import CalibrationCounts
+from pw_jax.models import registry
+from pw_jax.paging.layout import ExpertFormat
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """The experts of a converted checkpoint; a :class:`pw_jax.engine.precision.ExpertSource`.
+
+    Attributes:
+        store: The checkpoint.
+    """
+
+    store: Store
+
+    @property
+    def expert_format(self) -> ExpertFormat:
+        """Widths and rows a table, from the manifest."""
+        manifest = self.store.manifest
+        gate_up, down = (manifest["rows_per_table"][module] for module in MODULES)
+        return ExpertFormat(manifest["seed_bits"], manifest["parent_bits"], (gate_up, down))
+
+    @property
+    def calibration(self) -> CalibrationCounts | None:
+        """What calibration saw of each expert, if the conversion had a text."""
+        seen = self.store.calibration
+        if seen is None:
+            return None
+        return CalibrationCounts(seen["routing_mass"], seen["tokens_seen"], int(seen["tokens"]))
+
+    def load_experts(self, layer: int, module: int) -> ExpertArrays:
+        """All experts of a module of the layer-th MoE layer."""
+        return self.store.load_experts(self.store.model_config.moe_layers[layer], MODULES[module])
+
+
+def load_engine(
+    directory: str | Path, config: EngineConfig, dtype: DTypeLike, *, with_tokenizer: bool = True
+) -> Engine:
+    """Makes an engine ready to generate.
+
+    Args:
+        directory: A folder made by scripts/convert.py: its experts are paged. Or a Hugging Face
+            folder: its weights are arrays, and only keys and values are paged.
+        config: Sizes and budget.
+        dtype: Of weights and activations: float32 or bfloat16.
+        with_tokenizer: False if all prompts are token ids.
+
+    Raises:
+        UserError: Anything wrong with the folder, or a budget that is too small.
+    """
+    path = Path(directory)
+    tokenizer = load_tokenizer(path) if with_tokenizer and path.is_dir() else None
+    if not (path / MANIFEST).exists():
+        _, model = load_dense_model(path, dtype)
+        return Engine(model, config, tokenizer=tokenizer)
+    store = open_store(path)
+    model = registry.build_model(store.model_config, "paged", dtype)
+    model = registry.set_weights(model, store.load_dense(dtype))
+    experts = StoredExperts(store) if store.model_config.moe_layers else None
+    return Engine(model, config, experts, tokenizer)

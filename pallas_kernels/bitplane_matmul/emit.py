@@ -1,0 +1,276 @@
+"""Registers of a GPU thread as Python values: a thin layer over the MLIR that Mosaic GPU compiles.
+
+The any-precision kernels are warp programs on single registers (byte permutations, matrix
+instructions on fragments), which neither Pallas backend can name. They are therefore emitted
+instruction by instruction and launched by Mosaic GPU.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
+from jax.experimental.mosaic.gpu import as_gpu_kernel
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
+
+
+def i32() -> Any:
+    """The 32-bit integer type."""
+    return ir.IntegerType.get_signless(32)
+
+
+def i64() -> Any:
+    """The 64-bit integer type."""
+    return ir.IntegerType.get_signless(64)
+
+
+def constant(value: int, kind: Any = None) -> Any:
+    """An integer constant."""
+    kind = kind or i32()
+    value = operator.index(value)
+    width = ir.IntegerType(kind).width
+    return arith.constant(kind, ir.IntegerAttr.get(kind, (value + (1 << (width - 1))) % (1 << width) - (1 << (width - 1))))
+
+
+@dataclass(frozen=True)
+class Word:
+    """One unsigned register, 32 or 64 bits wide; integers in its operators become constants."""
+
+    value: Any
+
+    def _other(self, other: "Word | int | np.integer") -> Any:
+        return other.value if isinstance(other, Word) else constant(int(other), self.value.type)
+
+    def _apply(self, operation: Callable[[Any, Any], Any], other: "Word | int | np.integer"):
+        return Word(operation(self.value, self._other(other)))
+
+    def __and__(self, other: Any) -> "Word":
+        return self._apply(arith.andi, other)
+
+    def __or__(self, other: Any) -> "Word":
+        return self._apply(arith.ori, other)
+
+    def __xor__(self, other: Any) -> "Word":
+        return self._apply(arith.xori, other)
+
+    def __lshift__(self, other: Any) -> "Word":
+        return self._apply(arith.shli, other)
+
+    def __rshift__(self, other: Any) -> "Word":
+        return self._apply(arith.shrui, other)
+
+    def __add__(self, other: Any) -> "Word":
+        return self._apply(arith.addi, other)
+
+    def __sub__(self, other: Any) -> "Word":
+        return self._apply(arith.subi, other)
+
+    def __mul__(self, other: Any) -> "Word":
+        return self._apply(arith.muli, other)
+
+    def __floordiv__(self, other: Any) -> "Word":
+        return self._apply(arith.divui, other)
+
+    def __mod__(self, other: Any) -> "Word":
+        return self._apply(arith.remui, other)
+
+    def minimum(self, other: Any) -> "Word":
+        """The smaller of two unsigned values."""
+        return self._apply(arith.minui, other)
+
+    def less(self, other: Any) -> Any:
+        """Whether self < other, unsigned, as a one-bit value."""
+        return arith.cmpi(arith.CmpIPredicate.ult, self.value, self._other(other))
+
+    def equals(self, other: Any) -> Any:
+        """Whether self == other, as a one-bit value."""
+        return arith.cmpi(arith.CmpIPredicate.eq, self.value, self._other(other))
+
+    def wide(self) -> "Word":
+        """Extended to 64 bits."""
+        return Word(arith.extui(i64(), self.value))
+
+
+def word(value: int) -> Word:
+    """A constant register of 32 bits."""
+    return Word(constant(value))
+
+
+def thread() -> Word:
+    """Index of the thread in its block."""
+    return Word(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
+
+
+def block() -> Word:
+    """Index of the block in the grid."""
+    return Word(arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x)))
+
+
+def address(ref: Any) -> Word:
+    """Address of an array in global memory (64 bits) or in shared memory (32 bits)."""
+    pointer = mosaic_utils.memref_ptr(ref)
+    shared = "<3>" in str(pointer.type)
+    return Word(llvm.ptrtoint(i32() if shared else i64(), pointer))
+
+
+def assemble(text: str, outputs: int, inputs: Sequence[Word], *, effects: bool = False):
+    """One PTX instruction on 32-bit outputs; 64-bit inputs are addresses."""
+    codes = ["l" if str(item.value.type) == "i64" else "r" for item in inputs]
+    constraints = ",".join(["=r"] * outputs + codes)
+    if not outputs:
+        llvm.inline_asm(None, [x.value for x in inputs], text, constraints, has_side_effects=True)
+        return []
+    kind = i32() if outputs == 1 else llvm.StructType.get_literal([i32()] * outputs)
+    values = [item.value for item in inputs]
+    result = llvm.inline_asm(kind, values, text, constraints, has_side_effects=effects)
+    if outputs == 1:
+        return [Word(result)]
+    return [Word(llvm.extractvalue(i32(), result, [i])) for i in range(outputs)]
+
+
+def permute(a: Word, b: Word, selector: Word | int | np.integer) -> Word:
+    """``prmt.b32``."""
+    if not isinstance(selector, Word):
+        selector = word(int(selector))
+    return assemble("prmt.b32 $0, $1, $2, $3;", 1, [a, b, selector])[0]
+
+
+def load(at: Word, words: int = 1, *, offset: int = 0, stream: bool = False) -> list[Word]:
+    """Loads words of global memory that nobody writes during the kernel.
+
+    Args:
+        at: Address; it must be a multiple of the bytes loaded.
+        words: 1, 2 or 4.
+        offset: Bytes to add.
+        stream: The words are read once: do not keep them in the first-level cache.
+    """
+    vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    hint = ".L1::no_allocate.L2::128B" if stream else ""
+    names = ",".join(f"${i}" for i in range(words))
+    names = f"{{{names}}}" if words > 1 else names
+    return assemble(f"ld.global.nc{hint}{vector}.b32 {names}, [${words}+{offset}];", words, [at])
+
+
+def load_words(at: Word, words: int) -> list[Word]:
+    """Loads any number of aligned words."""
+    loaded: list[Word] = []
+    while len(loaded) < words:
+        size = max(s for s in (1, 2, 4) if s <= words - len(loaded))
+        loaded += load(at, size, offset=4 * len(loaded))
+    return loaded
+
+
+def store(at: Word, words: Sequence[Word], *, offset: int = 0) -> None:
+    """Stores 1, 2 or 4 words to global memory."""
+    vector = {1: "", 2: ".v2", 4: ".v4"}[len(words)]
+    names = ",".join(f"${i + 1}" for i in range(len(words)))
+    names = f"{{{names}}}" if len(words) > 1 else names
+    assemble(f"st.global{vector}.b32 [$0+{offset}], {names};", 0, [at, *words])
+
+
+def load_shared_half(at: Word, offset: int) -> Word:
+    """Loads 16 bits of shared memory, zero-extended."""
+    text = f"{{ .reg .b16 h; ld.shared.u16 h, [$1+{offset}]; cvt.u32.u16 $0, h; }}"
+    return assemble(text, 1, [at], effects=True)[0]
+
+
+def store_shared_pair(at: Word, value: Word, offset: int) -> None:
+    """Stores one word twice: 8 bytes of shared memory."""
+    assemble(f"st.shared.v2.b32 [$0+{offset}], {{$1,$1}};", 0, [at, value])
+
+
+def sync_warp() -> None:
+    """Orders the shared memory of a warp's lanes."""
+    assemble("bar.warp.sync 0xffffffff;", 0, [])
+
+
+def multiply_add(
+    a: Sequence[Word], b: Sequence[Word], total: Sequence[Word], *, unsigned: bool
+) -> list[Word]:
+    """A warp's 16x32 by 32x8 product of bytes added to int32 sums."""
+    kind = "u8" if unsigned else "s8"
+    text = (
+        f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    return assemble(text, 4, [*a, *b, *total])
+
+
+@contextmanager
+def when(condition: Any):
+    """Runs the body only if a one-bit condition holds."""
+    branch = scf.IfOp(condition)
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.yield_([])
+
+
+def loop(start: Word, stop: Word, step: Word, carry: Sequence[Word], body: Callable) -> list[Word]:
+    """``for i in range(start, stop, step): carry = body(i, carry)``."""
+    values = [item.value for item in carry]
+    operation = scf.ForOp(start.value, stop.value, step.value, values)
+    with ir.InsertionPoint(operation.body):
+        inner = [Word(value) for value in operation.inner_iter_args]
+        result = body(Word(operation.induction_variable), inner)
+        scf.yield_([item.value for item in result])
+    return [Word(value) for value in operation.results]
+
+
+def as_float(signed: Word) -> Any:
+    """A signed integer register as float32."""
+    return arith.sitofp(ir.F32Type.get(), signed.value)
+
+
+def bits_as_float(bits: Word) -> Any:
+    """A register's bits read as float32."""
+    return arith.bitcast(ir.F32Type.get(), bits.value)
+
+
+def float_as_bits(value: Any) -> Word:
+    """The bits of a float32."""
+    return Word(arith.bitcast(i32(), value))
+
+
+def float_constant(value: float) -> Any:
+    """A float32 constant."""
+    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+
+
+def sigmoid(value: Any) -> Any:
+    """1 / (1 + exp(-value)), good to about 1e-6."""
+    scaled = float_as_bits(arith.mulf(value, float_constant(-1.4426950408889634)))
+    power = assemble("{ .reg .f32 a, b; mov.b32 a, $1; ex2.approx.f32 b, a; mov.b32 $0, b; }", 1, [scaled])[0]
+    total = float_as_bits(arith.addf(bits_as_float(power), float_constant(1.0)))
+    inverse = assemble("{ .reg .f32 a, b; mov.b32 a, $1; rcp.approx.f32 b, a; mov.b32 $0, b; }", 1, [total])[0]
+    return bits_as_float(inverse)
+
+
+def compile_kernel(
+    body: Callable,
+    *,
+    name: str,
+    blocks: int,
+    warps: int,
+    inputs: Sequence[tuple[tuple[int, ...], str]],
+    out: jax.ShapeDtypeStruct,
+    shared_bytes: int,
+) -> Callable:
+    """Builds a callable of arrays from a body that gets (inputs, output, shared memory)."""
+    with mlir.make_ir_context(), ir.Location.unknown():
+        return as_gpu_kernel(
+            lambda context, *refs: body(*refs),
+            grid=(blocks, 1, 1),
+            block=(32 * warps, 1, 1),
+            in_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs),
+            out_shape=out,
+            smem_scratch_shape=jax.ShapeDtypeStruct((max(shared_bytes // 4, 4),), jnp.uint32),
+            kernel_name=name,
+            module_name=name,
+        )

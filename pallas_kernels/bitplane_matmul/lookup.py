@@ -1,0 +1,100 @@
+"""Plane words to table entries in registers: the bit tricks, written once for every backend.
+
+Words are ``jnp.uint32`` arrays (tests, interpretation) or :class:`emit.Word` (GPU registers). The
+32 weights of a word come out as eight words of four bytes: word ``(r, h)`` holds, in byte ``c``,
+the weight of bit ``r + 16 h + 4 c``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Word = Any
+Permute = Callable[[Word, Word, Word], Word]
+"""PTX ``prmt.b32``: nibble i of the selector's low half picks byte i out of (a, b)."""
+
+
+def _constant(value: int) -> np.uint32:
+    return np.uint32(value)
+
+
+PAIRS = _constant(0x55555555)
+NIBBLES = _constant(0x33333333)
+BYTES = _constant(0x0F0F0F0F)
+
+
+def _spread(low: Word, high: Word | None, mask: np.uint32, shift: int) -> tuple[Word, Word]:
+    """Interleaves fields of two words: (the fields at even places, those at odd places)."""
+    step = np.uint32(shift)
+    if high is None:
+        return low & mask, (low >> step) & mask
+    rest = np.uint32(0xFFFFFFFF) ^ mask
+    return (low & mask) | ((high << step) & rest), ((low >> step) & mask) | (high & rest)
+
+
+def nibble_codes(planes: Sequence[Word]) -> list[Word]:
+    """Transposes two to four planes, most significant first, to nibbles.
+
+    Returns:
+        Four words: nibble n of word r is the code of bit ``r + 4 n``.
+    """
+    reverse = [*reversed(planes), None, None]
+    even, odd = _spread(reverse[0], reverse[1], PAIRS, 1)
+    if reverse[2] is None:
+        high_even = high_odd = None
+    else:
+        high_even, high_odd = _spread(reverse[2], reverse[3], PAIRS, 1)
+    zero, two = _spread(even, high_even, NIBBLES, 2)
+    one, three = _spread(odd, high_odd, NIBBLES, 2)
+    return [zero, one, two, three]
+
+
+def byte_codes(planes: Sequence[Word]) -> list[Word]:
+    """Transposes six to eight planes to bytes: byte n of word r is the code of bit ``r + 8 n``."""
+    fields = zip(nibble_codes(planes[-4:]), nibble_codes(planes[:-4]), strict=True)
+    pairs = [_spread(low, high, BYTES, 4) for low, high in fields]
+    return [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
+
+
+def _selectors(plane: Word) -> list[Word]:
+    """Selectors that take byte i of the first or of the second word, as a plane's bits say."""
+    bit, same = np.uint32(0x44444444), np.uint32(0x32103210)
+    moved = (plane << np.uint32(2), plane << np.uint32(1), plane, plane >> np.uint32(1))
+    return [(word & bit) | same for word in moved]
+
+
+def look_up_bytes(
+    planes: Sequence[Word], table: Sequence[Word], permute: Permute
+) -> list[list[Word]]:
+    """Looks up entries of 8 bits with byte permutations: 2 to 6 planes.
+
+    A permutation picks out of eight entries with three bits of the code; each further bit chooses
+    between two of its results, so the cost is 2**b / 4 - 1 permutations for four weights.
+
+    Args:
+        planes: b plane words, most significant first.
+        table: The 2**b entries, four to a word.
+        permute: The permutation.
+
+    Returns:
+        Words ``[r][h]``.
+    """
+    codes = nibble_codes(planes[-3:])
+    upper = [_selectors(plane) for plane in reversed(planes[:-3])]
+    half_word = np.uint32(16)
+    words = []
+    for r in range(4):
+        code, choices = codes[r], [selector[r] for selector in upper]
+        halves = []
+        for half in range(2):
+            if half:
+                code, choices = code >> half_word, [choice >> half_word for choice in choices]
+            starts = range(0, len(table), 2)
+            picked = [permute(table[i], table[min(i + 1, len(table) - 1)], code) for i in starts]
+            for choice in choices:
+                pairs = zip(picked[::2], picked[1::2], strict=True)
+                picked = [permute(a, b, choice) for a, b in pairs]
+            halves.append(picked[0])
+        words.append(halves)
+    return words

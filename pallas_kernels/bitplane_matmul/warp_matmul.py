@@ -1,0 +1,296 @@
+"""The product of a few tokens with any-precision rows: one warp for sixteen rows.
+
+Every warp works alone: it streams its rows' plane words from global memory to registers, looks the
+weights up there, and feeds them to the tensor cores as int8 left operands. Activations are int16,
+split into two int8 columns, so sums are exact in int32. Blocks stay on the device and loop over
+work items, whose number is data.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.bitplane_matmul import emit
+from pallas_kernels.bitplane_matmul.activations import TOKENS_PER_BLOCK, chunks
+from pallas_kernels.bitplane_matmul.emit import Word
+from pallas_kernels.bitplane_matmul.row_reader import (
+    Arrays,
+    Geometry,
+    RowReader,
+    shared_table_bytes,
+)
+
+Gate = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class WarpMatmul:
+    """One compiled form.
+
+    Attributes:
+        geometry: Where the weights lie.
+        experts: Number of matrices.
+        widths: Widths that this launch serves; work of other widths is skipped.
+        gate: If given, the first half of the rows gates the second: out has N / 2 columns.
+        units: Length of the unit list. A unit is one expert and at most ``4 * token_blocks`` rows
+            of activations.
+        out_rows: Rows of the output.
+        token_blocks: Blocks of four tokens in a unit.
+        words: Words that a lane takes from a row at once: 1, 2 or 4.
+        depth: Chunks in flight.
+        splits: Parts that K is cut into; partial sums are returned apart.
+        warps: Warps a block.
+        blocks: Blocks of the grid.
+    """
+
+    geometry: Geometry
+    experts: int
+    widths: tuple[int, ...]
+    gate: Gate | None
+    units: int
+    out_rows: int
+    token_blocks: int
+    words: int
+    depth: int
+    splits: int
+    warps: int
+    blocks: int
+
+    @property
+    def columns_out(self) -> int:
+        """Columns of the output."""
+        return self.geometry.rows // (1 if self.gate is None else 2)
+
+    @property
+    def tiles(self) -> int:
+        """Warp tiles of one unit."""
+        return -(-self.columns_out // (16 if self.gate is None else 8))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a whole row."""
+        return chunks(self.geometry.words_per_row, self.words)
+
+    def __post_init__(self):
+        if self.chunks % self.splits:
+            raise ValueError(f"{self.splits} splits do not divide {self.chunks} chunks")
+        if self.geometry.words_per_row % self.words:
+            raise ValueError("a lane's words must divide a row's")
+
+
+def call(kernel: WarpMatmul, *arrays: jax.Array) -> jax.Array:
+    """Runs a form on (pool, table_pool, bits, planes, tables, unit_expert, unit_first,
+    unit_tokens, unit_count, x_words, x_scale); see :func:`_body`.
+
+    Returns:
+        float32 ``[splits, out_rows, columns_out]``; rows of no unit are not written.
+    """  # noqa: D205
+    shapes = tuple((array.shape, array.dtype.name) for array in arrays)
+    return _compiled(kernel, shapes)(*arrays)
+
+
+@lru_cache(maxsize=256)
+def _compiled(kernel: WarpMatmul, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
+    shared = max(shared_table_bytes(bits) for bits in kernel.widths) * kernel.warps
+    out = jax.ShapeDtypeStruct((kernel.splits, kernel.out_rows, kernel.columns_out), jnp.float32)
+    return emit.compile_kernel(
+        lambda *refs: _body(kernel, *refs),
+        name="bitplane_warp_matmul",
+        blocks=kernel.blocks,
+        warps=kernel.warps,
+        inputs=shapes,
+        out=out,
+        shared_bytes=shared,
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One item: a unit, a part of K and a tile of rows."""
+
+    unit: Word
+    split: Word
+    tile: Word
+    expert: Word
+
+
+def _body(kernel: WarpMatmul, *refs: Any) -> None:
+    *global_refs, shared_ref = refs
+    at = [emit.address(ref) for ref in global_refs]
+    pool, table_pool, bits, planes, tables, unit_expert, first, tokens, count, x, scale, out = at
+    arrays = Arrays(pool, table_pool, planes, tables)
+    warp = emit.thread() >> 5
+    shared_bytes = max(shared_table_bytes(b) for b in kernel.widths)
+    shared = emit.address(shared_ref) + warp * shared_bytes if shared_bytes else None
+    items = emit.load(count)[0] * (kernel.tiles * kernel.splits)
+
+    def do_item(item: Word, carry: Sequence[Word]) -> Sequence[Word]:
+        rest = item // kernel.tiles
+        unit = rest // kernel.splits
+        expert = emit.load(unit_expert + unit.wide() * 4)[0]
+        work = _Work(unit, rest % kernel.splits, item % kernel.tiles, expert)
+        width = emit.load(bits + expert.wide() * 4)[0]
+        for width_here in kernel.widths:
+            with emit.when(width.equals(width_here)):
+                tile = _Tile(kernel, arrays, width_here, work, shared)
+                sums = tile.multiply(x)
+                places = [emit.load(a + unit.wide() * 4)[0] for a in (first, tokens)]
+                tile.write(sums, places[0], places[1], scale, out)
+        return carry
+
+    start = emit.block() * kernel.warps + warp
+    emit.loop(start, items, emit.word(kernel.blocks * kernel.warps), [], do_item)
+
+
+class _Tile:
+    """One warp's sixteen rows at one width."""
+
+    def __init__(
+        self, kernel: WarpMatmul, arrays: Arrays, bits: int, work: _Work, shared: Word | None
+    ):
+        self.kernel, self.work = kernel, work
+        self.parts = 1 if bits <= 6 else 2
+        self.lane = emit.thread() & 31
+        group = self.lane >> 2
+        if kernel.gate is None:
+            self.columns = [work.tile * 16 + group, work.tile * 16 + group + 8]
+            last = kernel.geometry.rows - 1
+            rows = [column.minimum(last) for column in self.columns]
+        else:
+            half = kernel.columns_out
+            self.columns = [work.tile * 8 + group]
+            row = self.columns[0].minimum(half - 1)
+            rows = [row, row + half]
+        self.reader = RowReader(
+            kernel.geometry, arrays, bits, work.expert, rows, kernel.words, shared
+        )
+
+    def multiply(self, x: Word) -> list[Word]:
+        """Sums over this item's part of K, flat: ``[part, token block, 4]``."""
+        kernel = self.kernel
+        blocks, depth = kernel.token_blocks, kernel.depth
+        count = kernel.chunks // kernel.splits
+        chunk_bytes = 16 * kernel.words
+        step_bytes = blocks * 1024
+        x_chunk = kernel.words * step_bytes
+        first = self.work.split * count
+        x_at = x + self.work.unit.wide() * (kernel.chunks * x_chunk)
+        x_at = x_at + first.wide() * x_chunk + self.lane.wide() * 16
+        begin = first.wide() * chunk_bytes
+        last = self.reader.last_offset(first + (count - 1))
+
+        def fetch(chunk: int) -> list[Word]:
+            if chunk == count - 1:
+                return self.reader.load(last)
+            return self.reader.load(begin, chunk * chunk_bytes)
+
+        buffers = [fetch(chunk) for chunk in range(min(depth, count))]
+        size = len(buffers[0])
+        sums = [emit.word(0)] * (4 * blocks * self.parts)
+        trips = max(0, (count - 1) // depth - 1)
+        if trips:
+
+            def body(trip: Word, carry: Sequence[Word]) -> Sequence[Word]:
+                offset, x_offset = carry[0], carry[1]
+                held = list(carry[2 : 2 + size * depth])
+                totals = list(carry[2 + size * depth :])
+                for slot in range(depth):
+                    chunk = held[slot * size : (slot + 1) * size]
+                    ahead = self.reader.load(offset, (depth + slot) * chunk_bytes)
+                    totals = self._add(totals, chunk, x_offset, slot * x_chunk)
+                    held[slot * size : (slot + 1) * size] = ahead
+                return [
+                    offset + depth * chunk_bytes,
+                    x_offset + depth * x_chunk,
+                    *held,
+                    *totals,
+                ]
+
+            flat = [item for buffer in buffers for item in buffer]
+            carry = emit.loop(
+                emit.word(0), emit.word(trips), emit.word(1), [begin, x_at, *flat, *sums], body
+            )
+            held, sums = carry[2 : 2 + size * depth], list(carry[2 + size * depth :])
+            buffers = [list(held[slot * size : (slot + 1) * size]) for slot in range(depth)]
+        for chunk in range(trips * depth, count):
+            current = buffers[chunk % depth]
+            if chunk + depth < count:
+                buffers[chunk % depth] = fetch(chunk + depth)
+            sums = self._add(sums, current, x_at, chunk * x_chunk)
+        return sums
+
+    def _add(
+        self, sums: Sequence[Word], chunk: Sequence[Word], x_at: Word, offset: int
+    ) -> list[Word]:
+        kernel = self.kernel
+        sums = list(sums)
+        for index in range(kernel.words):
+            parts = self.reader.weights(chunk, index)
+            for token_block in range(kernel.token_blocks):
+                at = offset + (index * kernel.token_blocks + token_block) * 1024
+                words = [emit.load(x_at, 4, offset=at + half * 512) for half in range(2)]
+                for r in range(4):
+                    right = words[r // 2][2 * (r % 2) : 2 * (r % 2) + 2]
+                    for part, (top, bottom) in enumerate(parts):
+                        left = [top[r][0], bottom[r][0], top[r][1], bottom[r][1]]
+                        where = 4 * (part * kernel.token_blocks + token_block)
+                        sums[where : where + 4] = emit.multiply_add(
+                            left,
+                            right,
+                            sums[where : where + 4],
+                            unsigned=self.parts == 2 and part == 0,
+                        )
+        return sums
+
+    def write(
+        self, sums: Sequence[Word], first: Word, tokens: Word, x_scale: Word, out: Word
+    ) -> None:
+        """Scales sums and stores those of real tokens and columns."""
+        kernel = self.kernel
+        scales = [emit.bits_as_float(scale) for scale in self.reader.scales()]
+        capacity = TOKENS_PER_BLOCK * kernel.token_blocks
+        for token_block in range(kernel.token_blocks):
+            token = (self.lane & 3) + token_block * TOKENS_PER_BLOCK
+            at = x_scale + (self.work.unit * capacity + token).wide() * 4
+            token_scale = emit.bits_as_float(emit.load(at)[0])
+            values = []
+            for row in range(2):
+                total = self._total(sums, token_block, row)
+                values.append(arith.mulf(total, arith.mulf(scales[row], token_scale)))
+            if kernel.gate is not None:
+                values = [arith.mulf(_activate(values[0], kernel.gate), values[1])]
+            row = self.work.split * kernel.out_rows + first + token
+            base = out + row.wide() * (4 * kernel.columns_out)
+            with emit.when(token.less(tokens)):
+                for column, value in zip(self.columns, values, strict=True):
+                    with emit.when(column.less(kernel.columns_out)):
+                        emit.store(base + column.wide() * 4, [emit.float_as_bits(value)])
+
+    def _total(self, sums: Sequence[Word], token_block: int, row: int) -> Any:
+        """256 * (product with high bytes) + (product with low bytes), in float32."""
+        total = None
+        for part in reversed(range(self.parts)):
+            where = 4 * (part * self.kernel.token_blocks + token_block) + 2 * row
+            high, low = emit.as_float(sums[where]), emit.as_float(sums[where + 1])
+            value = arith.addf(arith.mulf(high, emit.float_constant(256.0)), low)
+            if total is not None:
+                value = arith.addf(arith.mulf(total, emit.float_constant(256.0)), value)
+            total = value
+        return total
+
+
+def _activate(gate: Any, name: Gate) -> Any:
+    """SiLU, or GELU by tanh: both are ``gate * sigmoid(argument)``."""
+    if name == "silu":
+        return arith.mulf(gate, emit.sigmoid(gate))
+    square = arith.mulf(gate, gate)
+    cubic = arith.addf(
+        arith.mulf(square, emit.float_constant(0.044715)), emit.float_constant(1.0)
+    )
+    argument = arith.mulf(arith.mulf(gate, cubic), emit.float_constant(1.5957691216057308))
+    return arith.mulf(gate, emit.sigmoid(argument))

@@ -1,0 +1,75 @@
+"""Draws a trace of scripts/generate.py: who holds the pages, and how many bits experts have.
+
+python scripts/plot_trace.py trace.jsonl --out trace.png
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: no screen is needed
+
+import matplotlib.pyplot as plt
+from _command import run
+
+from pw_jax.errors import UserError
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def read_trace(path: Path) -> Records:
+    """Reads a trace: one JSON object a line."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"cannot read the trace {path}: {error}") from None
+
+
+def plot(traces: Mapping[str, Records], path: Path) -> None:
+    """Draws one column a trace.
+
+    Args:
+        traces: Step records by title.
+        path: The PNG to write.
+    """
+    figure, axes = plt.subplots(
+        2, len(traces), figsize=(6 * len(traces), 6), sharex="col", squeeze=False
+    )
+    for (pages, bits), (title, records) in zip(axes.T, traces.items(), strict=True):
+        steps = [record["step"] for record in records]
+        held = [
+            [record[f"{owner}_pages"] for record in records] for owner in ("weight", "kv", "free")
+        ]
+        pages.stackplot(
+            steps,
+            held,
+            labels=("expert weights", "keys and values", "free"),
+            colors=("#4477aa", "#ee6677", "#dddddd"),
+        )
+        pages.set(title=title, ylabel="pages of the pool")
+        pages.legend(loc="lower right")
+        bits.plot(steps, [record["mean_bits"] for record in records], color="#4477aa")
+        bits.set(xlabel="step", ylabel="mean bits of an expert weight", ylim=(2.5, 8.5))
+        bits.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None) -> None:
+    """Reads the traces and draws them."""
+    parser = argparse.ArgumentParser(description="Plots traces of scripts/generate.py.")
+    parser.add_argument("traces", type=Path, nargs="+", help="files written by --trace")
+    parser.add_argument("--out", type=Path, required=True, help="PNG to write")
+    flags = parser.parse_args(argv)
+    plot({path.stem: read_trace(path) for path in flags.traces}, flags.out)
+    print(flags.out)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,137 @@
+"""scripts/convert.py and scripts/verify.py as a user calls them."""
+
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pw_jax.models import registry
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CONFIG = {
+    "model_type": "qwen2_moe",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A tiny checkpoint with a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    directory = tmp_path_factory.mktemp("source")
+    model = registry.build_model(registry.read_config(CONFIG))
+    generator = np.random.default_rng(0)
+    weights = {
+        name: np.ones(leaf.shape, np.float32)
+        if "norm" in name
+        else (generator.standard_normal(leaf.shape) / 4).astype(np.float32)
+        for name, leaf in registry.parameter_shapes(model).items()
+    }
+    save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a script in this process; gives its exit code, stdout and stderr."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    helper = importlib.import_module("_command")
+
+    def call(script, *arguments):
+        main = importlib.import_module(script).main
+        code = helper.run(main, [str(argument) for argument in arguments])
+        out, error = capsys.readouterr()
+        return code, out, error
+
+    return call
+
+
+def test_convert_then_verify(tmp_path, source, command):
+    out = tmp_path / "out"
+    flags = ("--model", source, "--out", out, "--dtype", "float32")
+    code, printed, error = command("convert", *flags)
+    assert code == 0
+    assert "16 expert matrices, 3 to 8 bits" in printed
+    assert "damage is the plain squared error" in error
+    assert json.loads((out / "pw_jax.json").read_text())["damage"] == "squared error"
+    arguments = ("--model", source, "--converted", out, "--tokens", 256)
+    code, printed, _ = command("verify", *arguments, "--json")
+    assert code == 0
+    result = json.loads(printed)
+    assert result["tokens"] == 256
+    assert [row["bits"] for row in result["widths"]] == [None, 8, 7, 6, 5, 4, 3]
+    kl = [row["kl"] for row in result["widths"][1:]]
+    assert kl == sorted(kl)
+    assert 0 < 100 * kl[0] < kl[-1]
+    perplexity = [row["perplexity"] for row in result["widths"]]
+    assert perplexity[1] == pytest.approx(perplexity[0], rel=0.01)
+    code, printed, _ = command("verify", *arguments)
+    assert code == 0
+    assert "source" in printed
+    assert "perplexity" in printed
+
+
+def test_calibrated(tmp_path, source, command):
+    text = tmp_path / "text.txt"
+    text.write_text("A quick brown fox jumps over the lazy dog. " * 50)
+    out = tmp_path / "out"
+    arguments = ("--model", source, "--out", out, "--calibration", text)
+    code, _, error = command("convert", *arguments, "--calibration-tokens", 512)
+    assert code == 0
+    assert not error
+    manifest = json.loads((out / "pw_jax.json").read_text())
+    assert manifest["calibration"]["name"] == "text.txt"
+    assert manifest["calibration"]["tokens"] == 512
+    assert manifest["damage"] == "Fisher-weighted squared error"
+    from checkpoints.store import open_store
+
+    store = open_store(out)
+    assert store.calibration is not None
+    assert store.calibration["routing_mass"].shape == (2, 4)
+    seen = store.calibration["tokens_seen"]
+    np.testing.assert_allclose(seen.sum(axis=1), 2 * 512)
+    assert (store.load_experts(0, "down").damage[seen[0] > 0] > 0).all()
+
+
+def test_user_errors_are_one_line_and_code_2(tmp_path, source, command):
+    out = tmp_path / "out"
+    cases = [
+        ("convert", "--model", tmp_path / "nope", "--out", out),
+        ("convert", "--model", source, "--out", source),
+        ("convert", "--model", source, "--out", out, "--seed-bits", 9),
+        ("convert", "--model", source, "--out", out, "--calibration", tmp_path / "nope"),
+        ("convert", "--model", source, "--out", source / "config.json" / "out"),
+        ("verify", "--model", source, "--converted", source),
+        ("verify", "--model", source, "--converted", tmp_path / "nope"),
+    ]
+    for case in cases:
+        code, printed, error = command(*case)
+        assert code == 2, case
+        assert not printed
+        lines = [line for line in error.splitlines() if not line.startswith("no --calibration")]
+        assert len(lines) == 1
+        assert lines[0].startswith("error: ")
+    assert not any(tmp_path.iterdir())
+    assert not list(source.glob("*.partial"))
