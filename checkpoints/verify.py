@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -78,16 +79,19 @@ def compare(
 def _logits(model: CausalLm, tokens: Int32[np.ndarray, "S T"]) -> Iterator[np.ndarray]:
     """Yields the logits float32 [T, V] of each sequence."""
     graph, state = nnx.split(model)
-
-    @jax.jit
-    def forward(leaves: Any, row: Int32[Array, "1 T"]) -> Float32[Array, "1 T V"]:
-        built = nnx.merge(graph, leaves)
-        positions = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
-        memory = SequenceMemory(jnp.ones(row.shape, bool))
-        return built.logits(built(row, positions, memory).hidden)
-
+    leaves, treedef = jax.tree.flatten(state)
     for row in tokens:
-        yield np.asarray(forward(state, jnp.asarray(row)[None]))[0]
+        yield np.asarray(_forward(graph, treedef, leaves, jnp.asarray(row)[None]))[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # all widths have the same graph: compiled once
+def _forward(
+    graph: Any, treedef: Any, leaves: list[Array], tokens: Int32[Array, "1 T"]
+) -> Float32[Array, "1 T V"]:
+    model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    memory = SequenceMemory(jnp.ones(tokens.shape, bool))
+    return model.logits(model(tokens, positions, memory).hidden)
 
 
 def _summary(

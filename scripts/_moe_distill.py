@@ -208,17 +208,18 @@ def distill(
         loss, slope = jax.value_and_grad(
             lambda change: divergence(frozen, moved(change), tokens, offset, geometry)
         )(change)
-        update, state = optimizer.update(slope, state)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its step count with floats
+            update, state = optimizer.update(slope, state)
         return optax.apply_updates(change, update), state, loss  # pyright: ignore
 
     change = jax.tree.map(jnp.zeros_like, start)
-    state, mean, counted = optimizer.init(change), change, 0
+    state, counted = optimizer.init(change), 0
+    mean: Any = change
     for number in range(steps):
         tokens, offset = jnp.asarray(next(batches)), jnp.int32(number % LOGIT_STRIDE)
         change, state, loss = step(frozen, change, state, tokens, offset)
         report(number + 1, float(loss))
         if number >= steps - max(steps // 3, 1):
             counted += 1
-            share = 1 / counted
-            mean = optax.incremental_update(change, mean, share)
+            mean = optax.incremental_update(change, mean, 1 / counted)
     return moved(mean)

@@ -72,8 +72,10 @@ def order_neurons(
 def _similar_profiles(energy: Float[Table, "T R"], geometry: Geometry, seed: int) -> Labels:
     """Balanced k-means of unit profiles over tokens."""
     profile = energy / np.maximum(np.linalg.norm(energy, axis=0), 1e-12)
-    generator = np.random.default_rng(seed)
-    centres = profile[:, generator.choice(profile.shape[1], geometry.experts, replace=False)]
+    chosen = [int(np.random.default_rng(seed).integers(profile.shape[1]))]
+    for _ in range(geometry.experts - 1):  # the profile least like those chosen
+        chosen.append(int(np.argmin((profile[:, chosen].T @ profile).max(axis=0))))
+    centres = profile[:, chosen]
     labels = np.zeros(profile.shape[1], np.int64)
     for _ in range(5):
         labels = assign_balanced(-(profile.T @ centres), geometry.width)

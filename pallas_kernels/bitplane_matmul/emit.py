@@ -259,17 +259,28 @@ def compile_kernel(
     blocks: int,
     warps: int,
     inputs: Sequence[tuple[tuple[int, ...], str]],
-    out: jax.ShapeDtypeStruct,
+    in_place: tuple[tuple[int, ...], str],
     shared_bytes: int,
 ) -> Callable:
-    """Builds a callable of arrays from a body that gets (inputs, output, shared memory)."""
+    """Builds a callable of arrays.
+
+    Args:
+        body: Gets the input arrays, the array that is written in place, and shared memory.
+        name: Name of the kernel in profiles.
+        blocks: Blocks of the grid.
+        warps: Warps a block.
+        inputs: Shape and dtype of each input.
+        in_place: Shape and dtype of the output, the callable's last argument.
+        shared_bytes: Shared memory of a block.
+    """
     with mlir.make_ir_context(), ir.Location.unknown():
         return as_gpu_kernel(
             lambda context, *refs: body(*refs),
             grid=(blocks, 1, 1),
             block=(32 * warps, 1, 1),
             in_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs),
-            out_shape=out,
+            out_shape=(),
+            inout_shape=(jax.ShapeDtypeStruct(*in_place),),
             smem_scratch_shape=jax.ShapeDtypeStruct((max(shared_bytes // 4, 4),), jnp.uint32),
             kernel_name=name,
             module_name=name,

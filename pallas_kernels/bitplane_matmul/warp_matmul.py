@@ -9,11 +9,10 @@ work items, whose number is data.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.bitplane_matmul import emit
 from pallas_kernels.bitplane_matmul.activations import TOKENS_PER_BLOCK, chunks
@@ -26,6 +25,40 @@ from pallas_kernels.bitplane_matmul.row_reader import (
 )
 
 Gate = Literal["silu", "gelu_tanh"]
+
+
+class Weights(NamedTuple):
+    """Any-precision matrices of one shape.
+
+    Attributes:
+        pool: Pages of planes.
+        table_pool: Pages of tables; often the same array.
+        bits: Width of each matrix.
+        planes: Pages of its planes.
+        tables: Pages of its table.
+    """
+
+    pool: UInt32[Array, "pages words"]
+    table_pool: UInt32[Array, "table_pages table_words"]
+    bits: Int32[Array, " E"]
+    planes: Int32[Array, "E P plane_pages"]
+    tables: Int32[Array, "E table_pages"]
+
+
+class Units(NamedTuple):
+    """A list of work: tokens of one expert that are multiplied together.
+
+    Attributes:
+        expert: Expert of each unit.
+        first: Its first row of the output.
+        tokens: Number of its rows.
+        count: Length of the list that is in use.
+    """
+
+    expert: Int32[Array, " U"]
+    first: Int32[Array, " U"]
+    tokens: Int32[Array, " U"]
+    count: Int32[Array, "1"]
 
 
 @dataclass(frozen=True)
@@ -83,28 +116,52 @@ class WarpMatmul:
             raise ValueError("a lane's words must divide a row's")
 
 
-def call(kernel: WarpMatmul, *arrays: jax.Array) -> jax.Array:
-    """Runs a form on (pool, table_pool, bits, planes, tables, unit_expert, unit_first,
-    unit_tokens, unit_count, x_words, x_scale); see :func:`_body`.
+def warp_matmul(
+    kernel: WarpMatmul,
+    weights: Weights,
+    units: Units,
+    x_words: UInt32[Array, "U S blocks 2 32 4"],
+    x_scale: Float32[Array, "U capacity"],
+    out: Float32[Array, "splits rows columns"],
+) -> Float32[Array, "splits rows columns"]:
+    """Runs a form, writing into ``out``.
 
-    Returns:
-        float32 ``[splits, out_rows, columns_out]``; rows of no unit are not written.
-    """  # noqa: D205
+    Args:
+        kernel: The form.
+        weights: The matrices.
+        units: The work.
+        x_words: Activations of :func:`activations.gather_units`.
+        x_scale: Their scales.
+        out: Array to write to; rows of no unit, and units of other widths, keep what they hold.
+    """
+    arrays = (
+        weights.pool,
+        weights.table_pool,
+        weights.bits,
+        weights.planes,
+        weights.tables,
+        units.expert,
+        units.first,
+        units.tokens,
+        units.count,
+        x_words,
+        x_scale,
+        out,
+    )
     shapes = tuple((array.shape, array.dtype.name) for array in arrays)
-    return _compiled(kernel, shapes)(*arrays)
+    return _compiled(kernel, shapes)(*arrays)[0]
 
 
 @lru_cache(maxsize=256)
 def _compiled(kernel: WarpMatmul, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
     shared = max(shared_table_bytes(bits) for bits in kernel.widths) * kernel.warps
-    out = jax.ShapeDtypeStruct((kernel.splits, kernel.out_rows, kernel.columns_out), jnp.float32)
     return emit.compile_kernel(
         lambda *refs: _body(kernel, *refs),
         name="bitplane_warp_matmul",
         blocks=kernel.blocks,
         warps=kernel.warps,
-        inputs=shapes,
-        out=out,
+        inputs=shapes[:-1],
+        in_place=shapes[-1],
         shared_bytes=shared,
     )
 

@@ -48,7 +48,7 @@ def paged_attention(
         return paged_prefill(
             q, pool, pages, positions, layout=layout, scores=scores, window=window, config=config
         )
-    config = decode_config(words, q.shape[2] // layout.kv_heads)
+    config = decode_config(words)
     out = paged_decode(
         q[:, 0],
         pool,

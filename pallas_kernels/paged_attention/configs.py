@@ -10,17 +10,14 @@ class DecodeConfig:
     Attributes:
         tile: Tokens a step of a program.
         warps: Warps a program.
-        stages: Depth of the software pipeline.
-        lanes: Work on the CUDA cores, with one running softmax a row of the tile, instead of on the
-            tensor cores, with the query heads padded to 16.
-        programs: Splits are added until about so many programs exist...
+        stages: Depth of the software pipeline: ``stages - 1`` tiles are on their way.
+        programs: A sequence is split until about so many programs exist...
         split_tokens: ... but a split keeps at least so many tokens.
     """
 
     tile: int = 64
     warps: int = 4
-    stages: int = 2
-    lanes: bool = False
+    stages: int = 3
     programs: int = 2048
     split_tokens: int = 256
 
@@ -36,40 +33,36 @@ class PrefillConfig:
         stages: Depth of the software pipeline.
     """
 
-    rows: int = 64
-    tile: int = 64
-    warps: int = 4
-    stages: int = 2
+    rows: int
+    tile: int
+    warps: int
+    stages: int
 
 
 DECODE = {
     32: DecodeConfig(),
-    64: DecodeConfig(),
-    128: DecodeConfig(tile=32),
-    256: DecodeConfig(tile=32),
+    64: DecodeConfig(tile=32, stages=4),
+    128: DecodeConfig(tile=16),
+    256: DecodeConfig(tile=16),
     512: DecodeConfig(tile=16, stages=1),
 }
 """By words a head."""
 
-DECODE_UNGROUPED = {}
-"""By words a head, where a kv head serves one query head."""
-
 PREFILL = {
-    32: PrefillConfig(),
-    64: PrefillConfig(),
-    128: PrefillConfig(tile=32, warps=8),
-    256: PrefillConfig(tile=32, warps=8),
-    512: PrefillConfig(rows=16, tile=16, stages=1),
+    32: PrefillConfig(rows=64, tile=64, warps=4, stages=3),
+    64: PrefillConfig(rows=128, tile=64, warps=8, stages=3),
+    128: PrefillConfig(rows=64, tile=32, warps=8, stages=3),
+    256: PrefillConfig(rows=32, tile=32, warps=8, stages=3),
+    512: PrefillConfig(rows=16, tile=16, warps=4, stages=1),
 }
 """By words a head."""
 
 MOST_SPLITS = 64
 
 
-def decode_config(words: int, group: int) -> DecodeConfig:
-    """The decode sizes for heads of so many words, and so many query heads a kv head."""
-    table = DECODE | DECODE_UNGROUPED if group == 1 else DECODE
-    return table[_row(table, words)]
+def decode_config(words: int) -> DecodeConfig:
+    """The decode sizes for heads of so many words."""
+    return DECODE[_row(DECODE, words)]
 
 
 def prefill_config(words: int) -> PrefillConfig:

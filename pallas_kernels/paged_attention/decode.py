@@ -19,14 +19,7 @@ from pallas_kernels.implementation import triton_call
 from pallas_kernels.page_layout import KvLayout
 from pallas_kernels.paged_attention.configs import MOST_SPLITS, DecodeConfig
 from pallas_kernels.paged_attention.reference import compute_dtype
-from pallas_kernels.paged_attention.tiles import (
-    HIDDEN,
-    LOWEST,
-    HeadTile,
-    Scores,
-    SoftmaxState,
-    dot,
-)
+from pallas_kernels.paged_attention.tiles import LOWEST, HeadTile, KeyTiles, Scores, attend
 
 LEAST_DOT_ROWS = 16
 
@@ -85,96 +78,30 @@ def _decode_body(
     scores: Scores,
     splits: Splits,
     group: int,
-    lanes: bool,
 ):
     head, split, sequence = (pl.program_id(axis) for axis in range(3))
     position = positions_ref[sequence]
     first, end, each = splits.tiles(position)
     begin = first + split * each
     stop = jnp.minimum(begin + each, end)
-    tile = splits.tile
 
-    def load(index):
-        token = index * tile + lax.iota(jnp.int32, tile)
-        present = (token >= splits.first(position)) & (token <= position)
-        block = lax.div(token, heads.layout.tokens_per_page)
-        page = plt.load(pages_ref.at[sequence, block], mask=present, other=0)
-        keys, values = (
-            heads.load_words(pool_ref, page, token, head, value=value, present=present)
-            for value in (False, True)
-        )
-        return heads.split(keys), heads.split(values), present
-
-    def finish(rows: int, start, state: SoftmaxState):
-        row = start + lax.iota(jnp.int32, rows)
+    @pl.when(begin < stop)
+    def _():
+        rows = max(LEAST_DOT_ROWS, pl.next_power_of_2(group))
+        row = head * group + lax.iota(jnp.int32, rows)
         kept = row < (head + 1) * group
+        queries = heads.load_parts(q_ref, (sequence, row), kept)
+        where = (sequence, head, splits.tile, splits.first(position), position)
+        tiles = KeyTiles(heads, pool_ref, pages_ref, *where)
+
+        def sees(token):
+            seen = (token >= tiles.first) & (token <= tiles.last)
+            return lax.broadcast_in_dim(seen, (rows, splits.tile), (1,))
+
+        state = attend(queries, tiles, begin, stop, scores, sees)
         heads.store_parts(values_ref, (sequence, row, split), kept, state.values)
         plt.store(maxima_ref.at[sequence, row, split], state.maximum, mask=kept)
         plt.store(totals_ref.at[sequence, row, split], state.total, mask=kept)
-
-    def on_tensor_cores():
-        rows = max(LEAST_DOT_ROWS, pl.next_power_of_2(group))
-        row = head * group + lax.iota(jnp.int32, rows)
-        queries = heads.load_parts(q_ref, (sequence, row), row < (head + 1) * group)
-
-        def step(index, state):
-            keys, values, present = load(index)
-            products = [dot(q, k, transposed=True) for q, k in zip(queries, keys, strict=True)]
-            seen = lax.broadcast_in_dim(present, (rows, tile), (1,))
-            return state.add(
-                jnp.where(seen, scores(sum(products[1:], products[0])), HIDDEN), values
-            )
-
-        state = SoftmaxState.start(rows, heads.columns, heads.parts)
-        finish(rows, head * group, lax.fori_loop(begin, stop, step, state))
-
-    def on_lanes():
-        one = jnp.full((1,), True)
-        queries = [
-            heads.load_parts(q_ref, (sequence, jnp.full((1,), head * group + i)), one)
-            for i in range(group)
-        ]
-
-        def step(index, states):
-            keys, values, present = load(index)
-            return [
-                _add_lanes(state, scores, q, keys, values, present)
-                for state, q in zip(states, queries, strict=True)
-            ]
-
-        start = [SoftmaxState.start(tile, heads.columns, heads.parts)] * group
-        states = lax.fori_loop(begin, stop, step, start)
-        for i, state in enumerate(states):
-            finish(1, head * group + i, _join_lanes(state))
-
-    pl.when(begin < stop)(on_lanes if lanes else on_tensor_cores)
-
-
-def _add_lanes(state: SoftmaxState, scores: Scores, q, keys, values, present) -> SoftmaxState:
-    """Adds one key to each row's own softmax, for one query: no row waits for another."""
-    products = [jnp.sum(k * part, axis=1) for k, part in zip(keys, q, strict=True)]
-    score = jnp.where(present, scores(sum(products[1:], products[0])), HIDDEN)
-    maximum = jnp.maximum(state.maximum, score)
-    old, weight = jnp.exp2(state.maximum - maximum), jnp.exp2(score - maximum)
-    return SoftmaxState(
-        maximum,
-        state.total * old + weight,
-        [
-            mine * old[:, None] + part * weight[:, None]
-            for mine, part in zip(state.values, values, strict=True)
-        ],
-    )
-
-
-def _join_lanes(state: SoftmaxState) -> SoftmaxState:
-    """Joins the rows' softmaxes into one."""
-    maximum = jnp.max(state.maximum, axis=0, keepdims=True)
-    weight = jnp.exp2(state.maximum - maximum)
-    return SoftmaxState(
-        maximum,
-        jnp.sum(state.total * weight, axis=0, keepdims=True),
-        [jnp.sum(part * weight[:, None], axis=0, keepdims=True) for part in state.values],
-    )
 
 
 def _combine_body(
@@ -221,16 +148,14 @@ def paged_decode(
     batch, query_heads, head_dim = q.shape
     longest = pages.shape[1] * layout.tokens_per_page
     splits = Splits.plan(config, longest, batch * layout.kv_heads, window)
-    compute = jnp.dtype(jnp.float32) if config.lanes else compute_dtype(q, layout)
 
     def body(*refs):
         _decode_body(
             *refs,
-            heads=HeadTile(layout, compute),
+            heads=HeadTile(layout, compute_dtype(q, layout)),
             scores=scores,
             splits=splits,
             group=query_heads // layout.kv_heads,
-            lanes=config.lanes,
         )
 
     def combine(*refs):

@@ -15,7 +15,7 @@ from pallas_kernels.implementation import triton_call
 from pallas_kernels.page_layout import KvLayout
 from pallas_kernels.paged_attention.configs import PrefillConfig
 from pallas_kernels.paged_attention.reference import compute_dtype
-from pallas_kernels.paged_attention.tiles import HIDDEN, HeadTile, Scores, SoftmaxState, dot
+from pallas_kernels.paged_attention.tiles import HeadTile, KeyTiles, Scores, attend
 
 
 def _prefill_body(
@@ -42,30 +42,18 @@ def _prefill_body(
     position = plt.load(positions_ref.at[sequence, query], mask=exists, other=-1)
     last = jnp.max(position, axis=0)
     nearest = jnp.min(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=0)
-    first = jnp.maximum(nearest - (window - 1), 0) if window else 0
+    first = jnp.maximum(nearest - (window - 1), 0) if window else last * 0
     queries = heads.load_parts(q_ref, lead, exists)
+    tiles = KeyTiles(heads, pool_ref, pages_ref, sequence, head, tile, first, last)
 
-    def step(index, state):
-        token = index * tile + lax.iota(jnp.int32, tile)
-        present = (token >= first) & (token <= last)
-        place = lax.div(token, heads.layout.tokens_per_page)
-        page = plt.load(pages_ref.at[sequence, place], mask=present, other=0)
-        keys, values = (
-            heads.split(heads.load_words(pool_ref, page, token, head, value=v, present=present))
-            for v in (False, True)
-        )
-        products = [dot(q, k, transposed=True) for q, k in zip(queries, keys, strict=True)]
-        wide = (rows, tile)
-        key_position = lax.broadcast_in_dim(token, wide, (1,))
-        query_position = lax.broadcast_in_dim(position, wide, (0,))
+    def sees(token):
+        key_position = lax.broadcast_in_dim(token, (rows, tile), (1,))
+        query_position = lax.broadcast_in_dim(position, (rows, tile), (0,))
         seen = key_position <= query_position
-        if window:
-            seen &= key_position > query_position - window
-        return state.add(jnp.where(seen, scores(sum(products[1:], products[0])), HIDDEN), values)
+        return seen & (key_position > query_position - window) if window else seen
 
-    state = SoftmaxState.start(rows, heads.columns, heads.parts)
-    begin, end = lax.div(first, tile) if window else 0, lax.div(last + tile, tile)
-    state = lax.fori_loop(begin, end, step, state)
+    begin, end = lax.div(first, tile), lax.div(last + tile, tile)
+    state = attend(queries, tiles, begin, end, scores, sees)
     total = jnp.where(state.total > 0, state.total, 1.0)[:, None]
     heads.store_parts(out_ref, lead, exists, [part / total for part in state.values])
 

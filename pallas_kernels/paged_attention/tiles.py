@@ -6,7 +6,9 @@ part, and each part of the values gives its own part of the result. A float32 pa
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,3 +170,83 @@ class SoftmaxState:
 
 
 jax.tree_util.register_dataclass(SoftmaxState)
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """The keys and values that one program reads, in tiles of tokens.
+
+    Attributes:
+        heads: How a head's words are read.
+        pool_ref: The pool.
+        pages_ref: int32 ``[B, blocks]``.
+        sequence: Row of ``pages_ref``.
+        head: The kv head.
+        size: Tokens a tile.
+        first: First position that any query of the program sees.
+        last: Last position that any query of the program sees.
+    """
+
+    heads: HeadTile
+    pool_ref: Any
+    pages_ref: Any
+    sequence: jax.Array
+    head: jax.Array
+    size: int
+    first: jax.Array
+    last: jax.Array
+
+    def tokens(self, index: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Positions of a tile, and which of them are read."""
+        token = index * self.size + lax.iota(jnp.int32, self.size)
+        return token, (token >= self.first) & (token <= self.last)
+
+    def pages(self, index: jax.Array | int) -> jax.Array:
+        """Pages of a tile's tokens; 0 for those that are not read."""
+        token, present = self.tokens(index)
+        block = lax.div(token, self.heads.layout.tokens_per_page)
+        return plt.load(self.pages_ref.at[self.sequence, block], mask=present, other=0)
+
+    def parts(self, index: jax.Array, page: jax.Array, *, value: bool) -> list[jax.Array]:
+        """Parts of a tile's keys or values."""
+        token, present = self.tokens(index)
+        words = self.heads.load_words(
+            self.pool_ref, page, token, self.head, value=value, present=present
+        )
+        return self.heads.split(words)
+
+
+def attend(
+    queries: list[jax.Array],
+    tiles: KeyTiles,
+    begin: jax.Array | int,
+    end: jax.Array,
+    scores: Scores,
+    sees: Callable[[jax.Array], jax.Array],
+) -> SoftmaxState:
+    """Attention of R rows of queries over the tiles ``begin`` to ``end``.
+
+    The pages of a tile are read while the tile before is multiplied and carried to it: the
+    compiler's pipeline then sees loads of keys and values that wait for no other load.
+
+    Args:
+        queries: Parts ``[R, columns]``.
+        tiles: The keys and values.
+        begin: First tile.
+        end: End of the tiles.
+        scores: How products become scores.
+        sees: Which of a tile's positions ``[tile]`` each row may see, ``[R, tile]``.
+    """
+
+    def step(index, carry):
+        page, state = carry
+        keys = tiles.parts(index, page, value=False)
+        values = tiles.parts(index, page, value=True)
+        products = [dot(q, k, transposed=True) for q, k in zip(queries, keys, strict=True)]
+        score = scores(sum(products[1:], products[0]))
+        seen = sees(tiles.tokens(index)[0])
+        return tiles.pages(index + 1), state.add(jnp.where(seen, score, HIDDEN), values)
+
+    rows, columns = queries[0].shape
+    start = (tiles.pages(begin), SoftmaxState.start(rows, columns, len(queries)))
+    return lax.fori_loop(begin, end, step, start)[1]

@@ -1,8 +1,9 @@
 """Weighted one-dimensional k-means on many groups of values at once, without randomness.
 
 A group is one sorted row of values. A cluster is an interval of it, so a clustering is a list of
-borders, and the weight, mean and squared error of any interval come from prefix sums. Two steps
-are enough: split every cluster in two at the best of all its places, and Lloyd's iteration.
+borders, and the weight, mean and squared error of any interval come from prefix sums. Three steps
+are enough: split every cluster in two at the best of all its places, choose the best of given
+borders, and Lloyd's iteration.
 Prefix sums need float64: call everything here with 64-bit types enabled.
 
 Values that are equal are never parted, so codes are a function of the value.

@@ -13,7 +13,9 @@ from pw_jax.quantizer import format as any_precision
 from pw_jax.quantizer import kmeans
 from pw_jax.quantizer.format import HostOrDevice, QuantizedMatrix
 
-DEFAULT_CHUNK_WEIGHTS = 1 << 20
+CPU_CHUNK_WEIGHTS = 1 << 18  # working memory near the caches: twice as fast as 1 << 22
+ACCELERATOR_CHUNK_WEIGHTS = 1 << 24
+SMALLEST_GROUP_WEIGHTS = 1 << 10  # finding the seed takes as much memory in a smaller group
 WEIGHT_FLOOR = 1e-6  # of the mean: weights of zero would leave a cluster without a centroid
 SMALLEST_SCALE = 1e-30  # rows below this are zero for every purpose
 
@@ -27,14 +29,14 @@ def quantize_matrix(
     seed_bits: int = 3,
     parent_bits: int = 8,
     rows_per_table: int | None = None,
-    chunk_weights: int = DEFAULT_CHUNK_WEIGHTS,
+    chunk_weights: int | None = None,
 ) -> QuantizedMatrix:
     """Quantise a matrix so as to keep ``sum_nk row_n column_k (weight - quantised)**2`` small.
 
     Deterministic. Rows are divided by their root mean square, and each ``rows_per_table`` rows are
-    clustered together: exact splits to ``seed_bits``, Lloyd's iteration, then every cluster is
-    split exactly once a bit. Table entries are rounded to integers, and then each row's scale is
-    fitted again at each width by weighted least squares.
+    clustered together: near the optimum at ``seed_bits``, then every cluster is split exactly once
+    a bit. Table entries are rounded to integers, and then each row's scale is fitted again at each
+    width by weighted least squares (0.2 to 0.5% less error where rows share a table).
 
     Args:
         weight: The matrix [N, K]; K must be a multiple of 32.
@@ -44,8 +46,8 @@ def quantize_matrix(
         seed_bits: The narrowest width, 2 or 3.
         parent_bits: The widest width, up to 8.
         rows_per_table: A power of two that divides N; None chooses one (see the format).
-        chunk_weights: About how many weights are worked on at once; each takes some 150 bytes of
-            working memory.
+        chunk_weights: About how many weights are worked on at once; each takes some 170 bytes of
+            working memory. None: 2**18 on a CPU, 2**24 on an accelerator.
 
     Returns:
         The quantised matrix, as numpy arrays on the host.
@@ -55,8 +57,12 @@ def quantize_matrix(
     """
     matrix, columns, rows = _checked_inputs(weight, column_weight, row_weight, name)
     shared = _checked_sharing(matrix.shape, seed_bits, parent_bits, rows_per_table, name)
+    if chunk_weights is None:
+        on_cpu = jax.default_backend() == "cpu"
+        chunk_weights = CPU_CHUNK_WEIGHTS if on_cpu else ACCELERATOR_CHUNK_WEIGHTS
     count = matrix.shape[0] // shared
-    chunk = min(count, max(1, chunk_weights // (shared * matrix.shape[1])))
+    group_weights = max(shared * matrix.shape[1], SMALLEST_GROUP_WEIGHTS)
+    chunk = min(count, max(1, chunk_weights // group_weights))
     grouped = matrix.reshape(count, shared, -1)
     rows = rows.reshape(count, shared)
     pieces = []

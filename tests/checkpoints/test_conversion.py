@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_moe import CONFIG, split_experts, write
+from tiny_moe import CONFIG, make_weights, split_experts, write
 
 from checkpoints import convert as module
 from checkpoints.convert import convert
@@ -103,19 +103,19 @@ def test_other_options_do_not_mix(tmp_path, tiny, weights, monkeypatch):
         kill_at(patch, 7)
         with pytest.raises(Killed):
             convert(tiny, out)
-    six = ConvertOptions(parent_bits=6)
+    four = ConvertOptions(parent_bits=4)
     with pytest.raises(UserError, match=r"another parent_bits.*--restart"):
-        convert(tiny, out, six)
+        convert(tiny, out, four)
     changed = write(
         tmp_path / "changed",
         split_experts(weights | {"model.norm.weight": np.ones(64, np.float32)}),
     )
     with pytest.raises(UserError, match=r"another source; remove it"):
         convert(changed, out)
-    convert(tiny, out, six, restart=True)
+    convert(tiny, out, four, restart=True)
     store = open_store(out)
-    assert store.manifest["parent_bits"] == 6
-    assert store.load_experts(0, "down").planes.shape == (4, 6, 64, 1)
+    assert store.manifest["parent_bits"] == 4
+    assert store.load_experts(0, "down").planes.shape == (4, 4, 64, 1)
 
 
 def test_spellings_convert_alike(tmp_path, tiny, weights):
@@ -174,3 +174,43 @@ def test_a_non_finite_weight_is_named(tmp_path, weights):
     with pytest.raises(UserError, match=r"model.layers.0.mlp.experts.gate_up_proj\[1\]"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_calibration_is_kept_when_resumed(tmp_path, tiny, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("x")
+    tokens = np.random.default_rng(0).integers(0, 96, (4, 16)).astype(np.int32)
+    monkeypatch.setattr(module, "calibration_tokens", lambda *arguments: tokens)
+    options = ConvertOptions(parent_bits=4, calibration=text)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        kill_at(patch, 7)
+        with pytest.raises(Killed):
+            convert(tiny, out, options)
+    kept = (tmp_path / "out.partial" / "calibration").stat().st_mtime_ns
+    convert(tiny, out, options)
+    assert (out / "calibration").stat().st_mtime_ns == kept
+    store = open_store(out)
+    assert store.manifest["calibration"]["tokens"] == 64
+    assert store.calibration is not None
+    assert store.calibration["tokens_seen"].sum(axis=1).tolist() == [128, 128]
+    damage = store.load_experts(0, "gate_up").damage
+    assert (damage[store.calibration["tokens_seen"][0] > 0] > 0).all()
+
+
+def test_a_bad_text_leaves_nothing_behind(tmp_path, tiny):
+    text = tmp_path / "text.jsonl"
+    text.write_text("nonsense")
+    (tiny / "tokenizer.json").write_text("{")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match="tokenizer"):
+        convert(tiny, tmp_path / "out", ConvertOptions(calibration=text))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_widths_that_do_not_fill_words_are_refused(tmp_path):
+    config = CONFIG | {"moe_intermediate_size": 48}
+    source = write(tmp_path / "source", make_weights(config), config)
+    with pytest.raises(UserError, match=r"width 64 and hidden width 48 .* multiples of 32"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()

@@ -8,9 +8,7 @@ from paged_pool import Case, lowered_for_h200, make_sequences
 
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.page_layout import KvLayout
-from pallas_kernels.paged_attention import configs, paged_attention
-from pallas_kernels.paged_attention.decode import paged_decode
-from pallas_kernels.paged_attention.tiles import Scores
+from pallas_kernels.paged_attention import paged_attention
 
 SMALL = {
     "demo_4_tokens_a_page": Case(9, 3, 64, (70, 0, 1)),
@@ -32,10 +30,17 @@ MODELS = {
     "llama": {"heads": 64, "kv_heads": 8, "head_dim": 128},
     "demo": {"heads": 9, "kv_heads": 3, "head_dim": 64},
 }
+# Splits in decode: 650 tokens make three of 256 tokens at least.
+SPLITS = Case(4, 2, 64, (650, 300, 0), window=500)
 LENGTHS = (2500, 0, 8, 1, 1999)
 REAL = {
     f"{name}_{chunk}": Case(**shape, lengths=LENGTHS, chunk=chunk, page_words=16384)
     for name, shape in MODELS.items()
+    for chunk in (1, 130)
+} | {
+    f"float32_{chunk}": Case(
+        16, 16, 128, LENGTHS, chunk=chunk, page_words=16384, dtype="float32", soft_cap=30.0
+    )
     for chunk in (1, 130)
 }
 
@@ -68,6 +73,9 @@ class PagedAttentionTests:
     @pytest.mark.parametrize("name", SMALL)
     def test_small(self, name):
         self.check(SMALL[name])
+
+    def test_several_splits(self):
+        self.check(SPLITS)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU runs the larger cases")
@@ -111,24 +119,6 @@ class TestPallasGpu(PagedAttentionTests):
             **case.options,
         )
         assert relative_error(out, sequences.expected) < 1e-2
-
-
-@pytest.mark.parametrize("lanes", [False, True])
-def test_both_decode_bodies(lanes):
-    """The tuned table picks one body a shape; both are right for any."""
-    case = Case(6, 2, 64, (200, 0, 1), window=150)
-    sequences = make_sequences(case, 3)
-    out = paged_decode(
-        sequences.q[:, 0],
-        sequences.pool,
-        sequences.pages,
-        sequences.positions[:, 0],
-        layout=case.layout,
-        scores=Scores(case.options["scale"], None),
-        window=case.window,
-        config=configs.DecodeConfig(tile=16, lanes=lanes, split_tokens=32),
-    )
-    assert relative_error(out, sequences.expected[:, 0]) < 1e-2
 
 
 def attention_shapes(layout: KvLayout, heads: int, batch: int, chunk: int, pages: int) -> tuple:

@@ -132,31 +132,32 @@ def test_column_weights_lower_the_weighted_error(shared: int):
 
 
 def test_row_weights_favour_their_rows_within_a_table():
-    weight = random_matrix(3, 64)
-    favour = np.where(np.arange(64) % 4 == 0, 1000.0, 1.0).astype(np.float32)
+    weight = random_matrix(3, columns=512)
+    weight[::4] = np.random.default_rng(4).uniform(-1, 1, (2, 512))  # unlike the others in shape
+    favour = np.where(np.arange(ROWS) % 4 == 0, 1000.0, 1.0).astype(np.float32)
     plain = quantize(weight, rows_per_table=4)
     favoured = quantize(weight, rows_per_table=4, row_weight=favour)
-    ones = np.ones(COLUMNS)
+    ones = np.ones(512)
     before = weighted_errors(weight, plain, ones)[:4, ::4].sum(axis=1)
     after = weighted_errors(weight, favoured, ones)[:4, ::4].sum(axis=1)
-    assert (after < before).all()
+    assert (after < 0.9 * before).all()
 
 
 def test_three_bit_error_of_normal_weights_is_the_textbook_one():
-    weight = np.random.default_rng(0).standard_normal((16, 2048)).astype(np.float32)
+    weight = np.random.default_rng(0).standard_normal((ROWS, 512)).astype(np.float32)
     matrix = quantize(weight, rows_per_table=1)
-    errors = np.sqrt(weighted_errors(weight, matrix, np.ones(2048)).sum(1) / (weight**2).sum())
-    # Lloyd-Max for the normal distribution at 8 levels: 0.1857.
-    assert 0.175 < errors[0] < 0.19
-    assert errors[3] < 0.032
+    errors = np.sqrt(weighted_errors(weight, matrix, np.ones(512)).sum(axis=1) / (weight**2).sum())
+    # Lloyd-Max for the normal distribution at 8 levels: 0.1857; less where a row fits itself.
+    assert 0.17 < errors[0] < 0.1857
+    assert errors[3] < 0.03
     assert errors[5] < 0.01
 
 
 def test_chunks_do_not_change_the_result():
-    weight, columns = random_matrix(5, 40), random_columns(5)
-    whole = quantize(weight, column_weight=columns, rows_per_table=4)
-    parts = quantize(weight, column_weight=columns, rows_per_table=4, chunk_weights=3 * 4 * 64)
-    assert parts.planes.shape == (8, 40, 2)
+    weight, columns = random_matrix(5), random_columns(5)
+    whole = quantize(weight, column_weight=columns, rows_per_table=1)
+    parts = quantize(weight, column_weight=columns, rows_per_table=1, chunk_weights=3 * 1024)
+    assert parts.planes.shape == (8, ROWS, 2)
     np.testing.assert_array_equal(parts.planes, whole.planes)
     for bits in whole.widths:
         np.testing.assert_array_equal(parts.tables[bits], whole.tables[bits])

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
+from checkpoints.verify import Comparison
 from pw_jax.models import registry
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -87,10 +89,15 @@ def test_convert_then_verify(tmp_path, source, command):
     assert 0 < 100 * kl[0] < kl[-1]
     perplexity = [row["perplexity"] for row in result["widths"]]
     assert perplexity[1] == pytest.approx(perplexity[0], rel=0.01)
-    code, printed, _ = command("verify", *arguments)
-    assert code == 0
-    assert "source" in printed
-    assert "perplexity" in printed
+
+
+def test_verify_prints_a_table(command, capsys):
+    table = importlib.import_module("verify").table
+    results = [Comparison(None, 0, 0, 1, 12.5), Comparison(3, 0.25, 1.5, 0.875, 15.0)]
+    Console(width=100).print(table(results, 64))
+    printed = capsys.readouterr().out
+    for part in ("perplexity", "source", "12.500", "2.50e-01", "1.500", "87.5%", "64 tokens"):
+        assert part in printed
 
 
 def test_calibrated(tmp_path, source, command):

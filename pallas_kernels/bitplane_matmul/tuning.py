@@ -1,0 +1,59 @@
+"""Tuned shapes of launches, read from a data file."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pallas_kernels.bitplane_matmul.activations import TOKENS_PER_BLOCK, chunks
+from pallas_kernels.bitplane_matmul.row_reader import REGISTER_BITS
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a family of widths is launched.
+
+    Attributes:
+        warps: Warps a block; bounds the registers of a thread.
+        blocks: Blocks of the grid: all stay on the device.
+        depth: Chunks in flight.
+    """
+
+    warps: int
+    blocks: int
+    depth: int
+
+
+@cache
+def _table() -> dict:
+    return json.loads(Path(__file__).with_name("tuned.json").read_text())
+
+
+def token_blocks(tokens: float) -> int:
+    """Blocks of four tokens in a unit, for experts that see about this many tokens."""
+    sizes = _table()["token_blocks"]
+    wanted = [size for size in sizes if size * TOKENS_PER_BLOCK >= tokens]
+    return wanted[0] if wanted else sizes[-1]
+
+
+def launch(bits: int, blocks_of_tokens: int) -> Launch:
+    """The launch for the family of a width: tables in registers, or in shared memory."""
+    family = "registers" if bits <= REGISTER_BITS else "shared"
+    entries = _table()[family]
+    return Launch(**entries[str(blocks_of_tokens)])
+
+
+def words_at_once(words_per_row: int) -> int:
+    """Words that a lane takes from a row at once; they must divide the row's."""
+    return 2 if words_per_row % 2 == 0 else 1
+
+
+def split_count(words_per_row: int, items: int, warps: int) -> int:
+    """Parts that K is cut into so that there are about four items a warp."""
+    count = chunks(words_per_row, words_at_once(words_per_row))
+    least = _table()["least_chunks"]
+    for parts in range(1, count + 1):
+        enough = items * parts >= _table()["items_per_warp"] * warps
+        if count % parts == 0 and (enough or count // parts < 2 * least):
+            return parts
+    return 1

@@ -1,0 +1,67 @@
+"""Work lists: which rows of which expert are multiplied together."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from pallas_kernels.bitplane_matmul.warp_matmul import Units
+
+
+class Routing(NamedTuple):
+    """Choices sorted by expert; a place is a position in that order.
+
+    Attributes:
+        token: Token of each place.
+        place: Place of each token's choices.
+        real: Whether a choice names an expert.
+        starts: First place of each expert.
+        counts: Places of each expert; choices of no expert come last and are not counted.
+    """
+
+    token: Int32[Array, " A"]
+    place: Int32[Array, "M k"]
+    real: Bool[Array, "M k"]
+    starts: Int32[Array, " E"]
+    counts: Int32[Array, " E"]
+
+
+def route(expert_ids: Int32[Array, "M k"], experts: int) -> Routing:
+    """Sorts choices by expert, keeping the order of tokens."""
+    flat = expert_ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
+    bounds = jnp.searchsorted(flat[order], jnp.arange(experts + 1, dtype=jnp.int32))
+    bounds = bounds.astype(jnp.int32)
+    return Routing(
+        order // expert_ids.shape[1],
+        place.reshape(expert_ids.shape),
+        expert_ids < experts,
+        bounds[:-1],
+        bounds[1:] - bounds[:-1],
+    )
+
+
+def most_units(choices: int, experts: int, capacity: int) -> int:
+    """An upper bound on the units of any routing."""
+    return min(choices, min(choices, experts) + choices // capacity)
+
+
+def make_units(routing: Routing, capacity: int) -> Units:
+    """Cuts each expert's places into units of at most ``capacity``; idle experts have none."""
+    experts = routing.counts.shape[0]
+    length = most_units(routing.token.shape[0], experts, capacity)
+    ends = jnp.cumsum(-(-routing.counts // capacity), dtype=jnp.int32)
+    unit = jnp.arange(length, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(ends, unit, side="right"), experts - 1)
+    expert = expert.astype(jnp.int32)
+    before = jnp.where(expert > 0, ends[expert - 1], 0)
+    skipped = (unit - before) * capacity
+    tokens = jnp.clip(routing.counts[expert] - skipped, 0, capacity)
+    return Units(expert, routing.starts[expert] + skipped, tokens, ends[-1:])
+
+
+def unit_places(units: Units, capacity: int, places: int) -> Int32[Array, "U capacity"]:
+    """Place of each of a unit's rows; rows past its tokens repeat some valid place."""
+    inside = jnp.arange(capacity, dtype=jnp.int32)
+    return jnp.clip(units.first[:, None] + inside[None, :], 0, places - 1)
