@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 from ml_dtypes import bfloat16
 
-from checkpoints.names import FAMILY_NAMES, TIED, FamilyNames, Piece, match_names
+from checkpoints.names import FAMILY_NAMES, HEAD, FamilyNames, Piece, match_names
 from checkpoints.tensor_files import Tensor, list_tensors, read_json, read_tensor
 from pw_jax.errors import UserError
 from pw_jax.models import registry
@@ -137,16 +137,16 @@ class Checkpoint:
         return read_tensor(piece.source, self._tensors[piece.source], index)
 
     def _check_tied_head(self) -> None:
-        head, embedding = TIED
-        if head not in self._tensors or head in self.shapes:
+        if HEAD not in self._tensors or HEAD in self.shapes:
             return
         tensors: Mapping[str, Tensor] = self._tensors
-        first = read_tensor(head, tensors[head])
+        embedding = self._pieces[self.family.embedding][0].source
+        first = read_tensor(HEAD, tensors[HEAD])
         second = read_tensor(embedding, tensors[embedding])
         if not np.array_equal(first, second):
             raise UserError(
-                f"{self.directory}: config.json ties the head to the embedding, but {head} "
-                f"differs from {embedding}; set tie_word_embeddings to false or drop {head}"
+                f"{self.directory}: config.json ties the head to the embedding, but {HEAD} "
+                f"differs from {embedding}; set tie_word_embeddings to false or drop {HEAD}"
             )
 
 

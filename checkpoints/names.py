@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Literal
 
 from checkpoints.tensor_files import Tensor
@@ -16,7 +17,7 @@ from pw_jax.errors import UserError
 
 Part = Literal["all", "gate", "up"]
 DTYPES = ("BF16", "F16", "F32")  # anything else is packed, quantised or not a weight
-TIED = ("lm_head.weight", "model.embed_tokens.weight")
+HEAD = "lm_head.weight"
 _LISTED = 8  # names a message spells out before it starts to count
 
 
@@ -63,31 +64,58 @@ class FamilyNames:
     Attributes:
         experts: our name of a layer's experts, with ``{layer}``; None for a dense family.
         rules: spellings other than our own.
+        embedding: our name of the token embedding, which is also the head of a tied model.
         ignored: endings of names that hold no weights.
     """
 
     experts: str | None = None
     rules: tuple[Rule, ...] = ()
+    embedding: str = "model.embed_tokens.weight"
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
+
+
+def separate_experts(
+    ours: str = "{block}.mlp.experts",
+    file: str = "{block}.mlp.experts",
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Rule, ...]:
+    """Rules for files that hold one tensor for each expert and projection.
+
+    Args:
+        ours: our prefix of the fused experts.
+        file: the prefix in the file.
+        projections: how the file calls gate, up and down.
+    """
+    gate, up, down = (f"{file}.{{expert}}.{projection}.weight" for projection in projections)
+    return (
+        Rule(gate, f"{ours}.gate_up_proj", "gate"),
+        Rule(up, f"{ours}.gate_up_proj", "up"),
+        Rule(down, f"{ours}.down_proj"),
+    )
 
 
 FAMILY_NAMES: dict[str, FamilyNames] = {
     "llama": FamilyNames(),
-    "qwen2_moe": FamilyNames(
+    "mixtral": FamilyNames(
         experts="model.layers.{layer}.mlp.experts",
         rules=(
-            Rule(
-                "{block}.mlp.experts.{expert}.gate_proj.weight",
-                "{block}.mlp.experts.gate_up_proj",
-                "gate",
+            *separate_experts(
+                file="{block}.block_sparse_moe.experts", projections=("w1", "w3", "w2")
             ),
+            *separate_experts(),
+            Rule("{block}.block_sparse_moe.gate.weight", "{block}.mlp.gate.weight"),
             Rule(
-                "{block}.mlp.experts.{expert}.up_proj.weight",
-                "{block}.mlp.experts.gate_up_proj",
-                "up",
+                "{block}.block_sparse_moe.experts.gate_up_proj", "{block}.mlp.experts.gate_up_proj"
             ),
-            Rule("{block}.mlp.experts.{expert}.down_proj.weight", "{block}.mlp.experts.down_proj"),
+            Rule("{block}.block_sparse_moe.experts.down_proj", "{block}.mlp.experts.down_proj"),
         ),
+    ),
+    "opt": FamilyNames(
+        rules=(Rule("decoder.{block}", "model.decoder.{block}"),),  # the 30B files
+        embedding="model.decoder.embed_tokens.weight",
+    ),
+    "qwen2_moe": FamilyNames(
+        experts="model.layers.{layer}.mlp.experts", rules=separate_experts()
     ),
 }
 
@@ -163,7 +191,7 @@ def match_names(
         problems.add("given twice:", duplicate)
     pieces: dict[str, list[Piece]] = {}
     for name, tensor in sorted(tensors.items()):
-        if name.endswith(family.ignored) or (name == TIED[0] and name not in expected):
+        if name.endswith(family.ignored) or (name == HEAD and name not in expected):
             continue
         found = (rule.match(name) for rule in family.rules)
         piece = next((piece for piece in found if piece is not None), Piece(name, name))
@@ -210,4 +238,7 @@ def _check_cover(
         for part in parts:
             if (expert, part) not in seen:
                 spelt = (rule.spell(target, expert) for rule in rules if rule.part == part)
-                problems.add("missing:", next(name for name in spelt if name is not None))
+                names = [name for name in spelt if name is not None]
+                # Of several spellings the one that the other tensors of the file have.
+                likeness = [len(commonprefix((name, pieces[0].source))) for name in names]
+                problems.add("missing:", names[likeness.index(max(likeness))])

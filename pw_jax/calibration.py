@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
 from pw_jax.models.memory import SequenceMemory
-from pw_jax.models.moe import DenseExperts, SparseMoe
+from pw_jax.models.moe import DenseExperts
 
 SHRINK_TOKENS = 128.0
 
@@ -135,14 +135,15 @@ def _check(model: CausalLm, tokens: np.ndarray, mask: np.ndarray) -> None:
         )
 
 
-def _moe_blocks(model: CausalLm) -> list[tuple[SparseMoe, DenseExperts]]:
-    """The MoE layers that have dense experts, in order, each with these."""
-    blocks = [layer.mlp for layer in model.model.layers]
-    return [
-        (block, block.experts)
-        for block in blocks
-        if isinstance(block, SparseMoe) and isinstance(block.experts, DenseExperts)
-    ]
+def _moe_blocks(model: CausalLm) -> list[tuple[Any, DenseExperts]]:
+    """What holds dense experts as `experts`, in order, each with these.
+
+    It is a layer's MLP, or the layer itself where experts run beside the MLP (Gemma 4).
+    """
+    layers = getattr(model.model, "layers", ())
+    blocks = [block for layer in layers for block in (layer, getattr(layer, "mlp", None))]
+    held = [(block, getattr(block, "experts", None)) for block in blocks]
+    return [(block, experts) for block, experts in held if isinstance(experts, DenseExperts)]
 
 
 class _RecordingExperts:

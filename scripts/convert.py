@@ -51,11 +51,6 @@ def main(argv: Sequence[str] | None) -> None:
         calibration=flags.calibration,
         calibration_tokens=flags.calibration_tokens,
     )
-    if options.calibration is None:
-        print(
-            "no --calibration: all weights count alike, and damage is the plain squared error",
-            file=sys.stderr,
-        )
     started = time.monotonic()
     columns = (
         TextColumn("{task.description}"),
@@ -89,6 +84,11 @@ def main(argv: Sequence[str] | None) -> None:
         f"{size / 2**30:.3f} GiB on disk, {time.monotonic() - started:.0f} s, "
         f"peak memory {conversion.peak_memory_gib():.2f} GiB"
     )
+    if options.calibration is None:
+        print(
+            "no --calibration: all weights count alike, and damage is the plain squared error",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

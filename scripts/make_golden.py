@@ -104,6 +104,21 @@ def tiny_models() -> dict[str, Tiny]:
         eos_token_id=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
+    mixtral = transformers.MixtralConfig(
+        **small,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        eos_token_id=[2, 5],
+    )
+    opt = transformers.OPTConfig(
+        **{key: value for key, value in small.items() if key != "num_key_value_heads"},
+        ffn_dim=64,
+        num_hidden_layers=2,
+        eos_token_id=2,
+    )
     sliding = {
         "use_sliding_window": True,
         "sliding_window": 5,
@@ -113,6 +128,8 @@ def tiny_models() -> dict[str, Tiny]:
     return {
         "llama": Tiny(llama, seed=11),
         "llama_tied": Tiny(tied, seed=12),
+        "mixtral": Tiny(mixtral, seed=14, variants={"sliding": {"sliding_window": 5}}),
+        "opt": Tiny(opt, seed=15),
         "qwen2_moe": Tiny(
             qwen2_moe, seed=13, variants={"norm_topk": {"norm_topk_prob": True}, "sliding": sliding}
         ),
@@ -125,11 +142,11 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             draw = torch.randn(weight.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name and not name.endswith(".bias"):
                 weight.copy_(1 + 0.2 * draw)
             elif weight.ndim == 1:
                 weight.copy_(0.3 * draw)
-            elif "embed_tokens" in name:
+            elif "embed" in name:
                 weight.copy_(0.5 * draw)
             else:
                 gain = 3.0 if "lm_head" in name else 2.0 if name.endswith("gate.weight") else 1.2

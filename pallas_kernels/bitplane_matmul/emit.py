@@ -36,7 +36,10 @@ def constant(value: int, kind: Any = None) -> Any:
     kind = kind or i32()
     value = operator.index(value)
     width = ir.IntegerType(kind).width
-    return arith.constant(kind, ir.IntegerAttr.get(kind, (value + (1 << (width - 1))) % (1 << width) - (1 << (width - 1))))
+    return arith.constant(
+        kind,
+        ir.IntegerAttr.get(kind, (value + (1 << (width - 1))) % (1 << width) - (1 << (width - 1))),
+    )
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,22 @@ def permute(a: Word, b: Word, selector: Word | int | np.integer) -> Word:
     return assemble("prmt.b32 $0, $1, $2, $3;", 1, [a, b, selector])[0]
 
 
+def select(mask: np.uint32, a: Word, b: Word) -> Word:
+    """``(a & mask) | (b & ~mask)`` in one instruction."""
+    return assemble("lop3.b32 $0, $1, $2, $3, 0xca;", 1, [word(int(mask)), a, b])[0]
+
+
+def keep_or(a: Word, mask: np.uint32, c: np.uint32) -> Word:
+    """``(a & mask) | c`` in one instruction."""
+    return assemble("lop3.b32 $0, $1, $2, $3, 0xea;", 1, [a, word(int(mask)), word(int(c))])[0]
+
+
+def byte_address(codes: Word, byte: int, stride: int, base: Word) -> Word:
+    """``base + stride * byte``: a dot product that leaves the logic units alone."""
+    weights = word(stride << (8 * byte))
+    return assemble("dp4a.u32.u32 $0, $1, $2, $3;", 1, [codes, weights, base])[0]
+
+
 def load(at: Word, words: int = 1, *, offset: int = 0, stream: bool = False) -> list[Word]:
     """Loads words of global memory that nobody writes during the kernel.
 
@@ -175,15 +194,18 @@ def store(at: Word, words: Sequence[Word], *, offset: int = 0) -> None:
     assemble(f"st.global{vector}.b32 [$0+{offset}], {names};", 0, [at, *words])
 
 
-def load_shared_half(at: Word, offset: int) -> Word:
-    """Loads 16 bits of shared memory, zero-extended."""
+def load_shared(at: Word, offset: int, size: int) -> Word:
+    """Loads 2 or 4 bytes of shared memory; two are zero-extended."""
+    if size == 4:
+        return assemble(f"ld.shared.b32 $0, [$1+{offset}];", 1, [at], effects=True)[0]
     text = f"{{ .reg .b16 h; ld.shared.u16 h, [$1+{offset}]; cvt.u32.u16 $0, h; }}"
     return assemble(text, 1, [at], effects=True)[0]
 
 
-def store_shared_pair(at: Word, value: Word, offset: int) -> None:
-    """Stores one word twice: 8 bytes of shared memory."""
-    assemble(f"st.shared.v2.b32 [$0+{offset}], {{$1,$1}};", 0, [at, value])
+def store_shared(at: Word, words: Sequence[Word], offset: int) -> None:
+    """Stores 2 or 4 words to shared memory."""
+    names = ",".join(f"${i + 1}" for i in range(len(words)))
+    assemble(f"st.shared.v{len(words)}.b32 [$0+{offset}], {{{names}}};", 0, [at, *words])
 
 
 def sync_warp() -> None:
@@ -246,9 +268,13 @@ def float_constant(value: float) -> Any:
 def sigmoid(value: Any) -> Any:
     """1 / (1 + exp(-value)), good to about 1e-6."""
     scaled = float_as_bits(arith.mulf(value, float_constant(-1.4426950408889634)))
-    power = assemble("{ .reg .f32 a, b; mov.b32 a, $1; ex2.approx.f32 b, a; mov.b32 $0, b; }", 1, [scaled])[0]
+    power = assemble(
+        "{ .reg .f32 a, b; mov.b32 a, $1; ex2.approx.f32 b, a; mov.b32 $0, b; }", 1, [scaled]
+    )[0]
     total = float_as_bits(arith.addf(bits_as_float(power), float_constant(1.0)))
-    inverse = assemble("{ .reg .f32 a, b; mov.b32 a, $1; rcp.approx.f32 b, a; mov.b32 $0, b; }", 1, [total])[0]
+    inverse = assemble(
+        "{ .reg .f32 a, b; mov.b32 a, $1; rcp.approx.f32 b, a; mov.b32 $0, b; }", 1, [total]
+    )[0]
     return bits_as_float(inverse)
 
 

@@ -15,11 +15,17 @@ from pallas_kernels.bitplane_matmul import emit
 from pallas_kernels.bitplane_matmul.emit import Word
 from pallas_kernels.bitplane_matmul.lookup import byte_codes, look_up_bytes
 
-REGISTER_BITS = 5
+REGISTER_BITS = 4
 """Widest code whose table is kept in registers; wider tables go to shared memory."""
 
-SHARED_ENTRY_BYTES = 64
-"""One entry for each lane: 32 copies of 16 bits, so that lanes hardly meet in a bank."""
+
+def lane_bytes(bits: int) -> int:
+    """Bytes that each lane has of a table's entry in shared memory.
+
+    Every lane has its own copy of an entry, so lanes do not meet in a bank; at 7 and 8 bits two
+    lanes share a word of the bank, because copies of four bytes would not fit.
+    """
+    return 4 if bits <= 6 else 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Geometry:
 
 def shared_table_bytes(bits: int) -> int:
     """Shared memory that a warp's two groups of rows need at a width."""
-    return 2 * SHARED_ENTRY_BYTES << bits if bits > REGISTER_BITS else 0
+    return 2 * 32 * lane_bytes(bits) << bits if bits > REGISTER_BITS else 0
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,14 @@ class RowReader:
         lane = emit.thread() & 31
         self.first_word = (lane & 3) * words
         self.pointers = [self._plane_pointers(row) for row in rows]
-        if bits <= REGISTER_BITS:
+        self.in_registers = bits <= REGISTER_BITS
+        if self.in_registers:
             size = geometry.table_entry_words(bits)
             self.tables = [emit.load_words(self._table(row), size) for row in rows]
         else:
             assert shared is not None
-            self.shared = shared + lane * 2
+            self.stride = 32 * lane_bytes(bits)
+            self.shared = shared + lane * lane_bytes(bits)
             self._fill_shared(shared, lane)
 
     def _plane_pointers(self, row: Word) -> list[Word]:
@@ -142,11 +150,12 @@ class RowReader:
         parity = lane & 1
         size = self.geometry.table_entry_words(self.bits)
         per_word = (1 << self.bits) // size
+        lane_words = lane_bytes(self.bits) // 2
         for index, row in enumerate(self.rows):
             source = self._table(row) + (lane & 3).wide() * 4
-            start = (lane & 3) * (per_word * SHARED_ENTRY_BYTES) + (lane >> 2) * 8
-            base = shared + start + index * (SHARED_ENTRY_BYTES << self.bits)
-            targets = (base + parity * SHARED_ENTRY_BYTES, base - parity * SHARED_ENTRY_BYTES)
+            start = (lane & 3) * (per_word * self.stride) + (lane >> 2) * (8 * lane_words)
+            base = shared + start + index * (self.stride << self.bits)
+            targets = (base + parity * self.stride, base - parity * self.stride)
             for step in range(size // 4):
                 word = emit.load(source, offset=16 * step)[0]
                 for place in range(per_word):
@@ -154,11 +163,15 @@ class RowReader:
                     if per_word == 2:
                         selector = entry * 0x2222 + 0x1010
                     else:
-                        selector = entry * 0x0101 + 0x4040
-                    value = emit.permute(word, emit.word(0), selector)
-                    offset = (4 * step * per_word + place) * SHARED_ENTRY_BYTES
-                    emit.store_shared_pair(targets[place & 1], value, offset)
+                        selector = entry * 0x1111 + 0x8080
+                    value = self._stored(emit.permute(word, emit.word(0), selector))
+                    offset = (4 * step * per_word + place) * self.stride
+                    emit.store_shared(targets[place & 1], [value] * (2 * lane_words), offset)
         emit.sync_warp()
+
+    def _stored(self, entry: Word) -> Word:
+        """The form in which an entry, an int16 in both halves, is kept in shared memory."""
+        return entry
 
     def load(self, offset: Word, static_offset: int = 0) -> list[Word]:
         """Plane words of one chunk, flat in order ``[row, plane, word]``.
@@ -192,16 +205,20 @@ class RowReader:
         for row in range(2):
             start = row * self.bits * self.words + index
             planes = list(chunk[start : start + self.bits * self.words : self.words])
-            if self.bits <= REGISTER_BITS:
-                rows.append([look_up_bytes(planes, self.tables[row], emit.permute)])
+            if self.in_registers:
+                rows.append([self.register_entries(planes, row)])
             else:
                 rows.append(self._look_up_shared(planes, row))
         return [[parts[part] for parts in rows] for part in range(len(rows[0]))]
 
+    def register_entries(self, planes: Sequence[Word], row: int) -> list[list[Word]]:
+        """Entries of one word out of registers, four bytes a word: ``[r][h]``."""
+        return look_up_bytes(emit, planes, self.tables[row])
+
     def shared_entries(self, planes: Sequence[Word], row: int) -> list[list[list[Word]]]:
         """Entries of one word out of shared memory, 16 bits each: ``[r][h][c]``."""
-        codes = byte_codes(planes)
-        offset = row * (SHARED_ENTRY_BYTES << self.bits)
+        codes = byte_codes(emit, planes)
+        offset = row * (self.stride << self.bits)
         entries = []
         for r in range(4):
             halves = []
@@ -209,10 +226,8 @@ class RowReader:
                 values = []
                 for c in range(4):
                     byte = 2 * half + c // 2
-                    selector = 0x4440 + byte
-                    code = emit.permute(codes[r + 4 * (c % 2)], emit.word(0), selector)
-                    at = code * SHARED_ENTRY_BYTES + self.shared
-                    values.append(emit.load_shared_half(at, offset))
+                    at = emit.byte_address(codes[r + 4 * (c % 2)], byte, self.stride, self.shared)
+                    values.append(emit.load_shared(at, offset, self.stride // 32))
                 halves.append(values)
             entries.append(halves)
         return entries

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 from pallas_kernels.bitplane_matmul.activations import TOKENS_PER_BLOCK, chunks
-from pallas_kernels.bitplane_matmul.row_reader import REGISTER_BITS
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,31 @@ def token_blocks(tokens: float) -> int:
     return wanted[0] if wanted else sizes[-1]
 
 
-def launch(bits: int, blocks_of_tokens: int) -> Launch:
-    """The launch for the family of a width: tables in registers, or in shared memory."""
-    family = "registers" if bits <= REGISTER_BITS else "shared"
-    entries = _table()[family]
-    return Launch(**entries[str(blocks_of_tokens)])
+def families(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Widths that share a launch."""
+    groups = [tuple(b for b in entry["widths"] if b in widths) for entry in _table()["families"]]
+    return [group for group in groups if group]
+
+
+def launch(bits: int, use: int | str) -> Launch:
+    """The launch for the family of a width.
+
+    Args:
+        bits: A width of the family.
+        use: Blocks of tokens in a unit, or ``"dequantize"``.
+    """
+    entry = next(entry for entry in _table()["families"] if bits in entry["widths"])
+    return Launch(**entry["launch"][str(use)])
+
+
+def grouped() -> dict[str, int]:
+    """Tile sizes of the product with many tokens."""
+    return _table()["grouped"]
+
+
+def is_large(tokens: float) -> bool:
+    """Whether experts that see about this many tokens are better dequantised first."""
+    return tokens > _table()["most_small_tokens"]
 
 
 def words_at_once(words_per_row: int) -> int:

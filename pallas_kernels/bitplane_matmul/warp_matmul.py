@@ -346,8 +346,6 @@ def _activate(gate: Any, name: Gate) -> Any:
     if name == "silu":
         return arith.mulf(gate, emit.sigmoid(gate))
     square = arith.mulf(gate, gate)
-    cubic = arith.addf(
-        arith.mulf(square, emit.float_constant(0.044715)), emit.float_constant(1.0)
-    )
+    cubic = arith.addf(arith.mulf(square, emit.float_constant(0.044715)), emit.float_constant(1.0))
     argument = arith.mulf(arith.mulf(gate, cubic), emit.float_constant(1.5957691216057308))
     return arith.mulf(gate, emit.sigmoid(argument))

@@ -44,7 +44,7 @@ def paged_attention(
         return reference.paged_attention(q, pool, pages, positions, layout, scale, window, soft_cap)
     scores, words = Scores(scale, soft_cap), layout.words_per_head
     if q.shape[1] > 1:
-        config = prefill_config(words)
+        config = prefill_config(words, q.size // q.shape[-1])
         return paged_prefill(
             q, pool, pages, positions, layout=layout, scores=scores, window=window, config=config
         )

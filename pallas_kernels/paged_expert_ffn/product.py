@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels.bitplane_matmul import activations, tuning
-from pallas_kernels.bitplane_matmul.row_reader import REGISTER_BITS, Geometry
+from pallas_kernels.bitplane_matmul.row_reader import Geometry
 from pallas_kernels.bitplane_matmul.warp_matmul import Units, WarpMatmul, Weights, warp_matmul
 from pallas_kernels.page_layout import MatrixLayout
 from pallas_kernels.paged_expert_ffn.pages import Activation, ModulePages
@@ -25,13 +25,6 @@ def geometry(layout: MatrixLayout) -> Geometry:
         plane_pages=layout.plane_pages,
         table_pages=layout.most_table_pages,
     )
-
-
-def families(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Widths that share a launch: by where their tables live."""
-    narrow = tuple(bits for bits in widths if bits <= REGISTER_BITS)
-    wide = tuple(bits for bits in widths if bits > REGISTER_BITS)
-    return [family for family in (narrow, wide) if family]
 
 
 def small_product(
@@ -74,7 +67,7 @@ def small_product(
         splits = tuning.split_count(shape.words_per_row, items, first.warps * first.blocks)
     out = lax.empty((splits, places, columns), jnp.float32)
     weights = Weights(pool, pool, module.bits, module.planes, module.tables)
-    for widths in families(layout.widths):
+    for widths in tuning.families(layout.widths):
         launch = tuning.launch(widths[0], token_blocks)
         kernel = WarpMatmul(
             geometry=shape,

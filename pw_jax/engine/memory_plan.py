@@ -48,8 +48,14 @@ def plan_memory(
     later the two share it as sequences grow.
 
     Raises:
-        UserError: The budget leaves no room for a pool, or the page size does not suit the model.
+        UserError: The budget leaves no room for a pool, the page size does not suit the model, or
+            sequences may be longer than its learned positions.
     """
+    if model.rope.kind == "none" and config.max_sequence_tokens > model.max_positions:
+        raise UserError(
+            f"this model has learned positions for {model.max_positions} tokens and cannot run "
+            f"sequences of max_sequence_tokens {config.max_sequence_tokens}: lower it"
+        )
     page_words = (
         choose_page_words(
             model.kv_shapes,

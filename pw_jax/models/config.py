@@ -1,6 +1,7 @@
 """What a model is made of, read from a Hugging Face ``config.json`` dictionary."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -48,20 +49,29 @@ class RopeConfig:
     Attributes:
         theta: Base of the wavelengths.
         kind: ``default``; ``linear`` divides every frequency by `factor`; ``llama3`` divides only
-            the long wavelengths (the rule of Llama 3.1).
+            the long wavelengths (the rule of Llama 3.1); ``yarn`` blends by the number of a pair;
+            ``proportional`` turns only the first pairs; ``none`` where positions are learned.
         factor: How far the context is stretched.
         low_freq_factor: llama3: wavelengths above ``original_positions / low_freq_factor`` are
             stretched in full.
         high_freq_factor: llama3: wavelengths below ``original_positions / high_freq_factor`` stay.
-        original_positions: llama3: context length before stretching.
+        original_positions: llama3, yarn: context length before stretching.
+        beta_fast: yarn: pairs that turn more often than this in the old context stay.
+        beta_slow: yarn: pairs that turn less often than this are stretched in full.
+        attention_factor: yarn: cosines and sines are multiplied by it.
+        rotated: proportional: share of the pairs that turn; the others have frequency zero.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional", "none"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    rotated: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +179,10 @@ class Fields:
         return ids
 
     def token_id(self, name: str) -> int | None:
-        """One token id or none."""
+        """One token id or none; old files write a negative number for none."""
+        value = self.raw.get(name)
+        if isinstance(value, int) and value < 0:
+            return None
         return next(iter(self.token_ids(name)), None)
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -194,7 +207,7 @@ class Fields:
         return value
 
 
-def read_rope(fields: Fields) -> RopeConfig:
+def read_rope(fields: Fields, default_theta: float = 10000.0) -> RopeConfig:
     """Reads the rotary embedding of a version 4 or version 5 file.
 
     Version 4 files have ``rope_theta`` beside ``rope_scaling``; version 5 files put everything into
@@ -206,8 +219,9 @@ def read_rope(fields: Fields) -> RopeConfig:
         raise fields.error(f"field {spelling!r} must be an object, got {nested!r}")
     inner = Fields({"rope_theta": fields.raw.get("rope_theta"), **nested}, fields.source)
     kind = inner.text("rope_type", inner.text("type", "default"))
-    theta = inner.number("rope_theta", 10000.0)
-    if inner.number("partial_rotary_factor", 1.0) != 1:
+    theta = inner.number("rope_theta", default_theta)
+    rotated = inner.number("partial_rotary_factor", 1.0)
+    if rotated > 1 or (rotated != 1 and kind != "proportional"):
         raise fields.error(f"partial_rotary_factor in {spelling!r} is not supported here")
     match kind:
         case "default":
@@ -223,7 +237,38 @@ def read_rope(fields: Fields) -> RopeConfig:
                 high_freq_factor=inner.number("high_freq_factor"),
                 original_positions=inner.integer("original_max_position_embeddings"),
             )
-    raise fields.error(f"rope type {kind!r} is not supported; use default, linear or llama3")
+        case "yarn":
+            return _read_yarn(inner, theta, fields.integer("max_position_embeddings", 2048))
+        case "proportional":
+            return RopeConfig(theta, kind, factor=inner.number("factor", 1.0), rotated=rotated)
+    known = "default, linear, llama3, yarn or proportional"
+    raise fields.error(f"rope type {kind!r} is not supported; use {known}")
+
+
+def _read_yarn(inner: Fields, theta: float, max_positions: int) -> RopeConfig:
+    original = inner.integer("original_max_position_embeddings")
+    factor = inner.number("factor", max_positions / original)
+    if not inner.flag("truncate", True):
+        raise inner.error("a yarn rope with truncate false is not supported")
+    numerator, denominator = (inner.raw.get(name) for name in ("mscale", "mscale_all_dim"))
+    if numerator and denominator:
+        attention_factor = yarn_magnitude(factor, numerator) / yarn_magnitude(factor, denominator)
+    else:
+        attention_factor = yarn_magnitude(factor)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_positions=original,
+        beta_fast=inner.number("beta_fast", 32.0),
+        beta_slow=inner.number("beta_slow", 1.0),
+        attention_factor=inner.number("attention_factor", attention_factor),
+    )
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """How much larger yarn wants attention scores to be in a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def read_attention_heads(fields: Fields) -> tuple[int, int, int]:

@@ -31,6 +31,10 @@ class Output(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and beside a residual.
 
+    Attributes:
+        attention_type: What attends; a family may have its own.
+        moe_type: What routes, a `SparseMoe`.
+
     Args:
         config: The model.
         layer: Index of the layer; whether it has routed experts is in ``config.moe_layers``.
@@ -38,13 +42,16 @@ class DecoderLayer(nnx.Module):
         dtype: Of the weights.
     """
 
+    attention_type: type = SelfAttention
+    moe_type: type = SparseMoe
+
     def __init__(self, config: ModelConfig, layer: int, *, experts: ExpertStore, dtype: DTypeLike):
         width, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = RmsNorm(width, eps, dtype=dtype)
-        self.self_attn = SelfAttention(config, layer, dtype=dtype)
+        self.self_attn = self.attention_type(config, layer, dtype=dtype)
         self.post_attention_layernorm = RmsNorm(width, eps, dtype=dtype)
         if layer in config.moe_layers:
-            self.mlp = SparseMoe(config, layer, experts=experts, dtype=dtype)
+            self.mlp = self.moe_type(config, layer, experts=experts, dtype=dtype)
         else:
             self.mlp = GatedMlp(
                 width,
@@ -70,19 +77,31 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers and last norm: what Hugging Face files call ``model``."""
 
-    def __init__(self, config: ModelConfig, *, experts: ExpertStore, dtype: DTypeLike):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        experts: ExpertStore,
+        dtype: DTypeLike,
+        layer_type: type = DecoderLayer,
+        norm_type: type = RmsNorm,
+    ):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, layer, experts=experts, dtype=dtype)
+                layer_type(config, layer, experts=experts, dtype=dtype)
                 for layer in range(config.num_layers)
             ]
         )
-        self.norm = RmsNorm(config.hidden_size, config.norm_eps, dtype=dtype)
+        self.norm = norm_type(config.hidden_size, config.norm_eps, dtype=dtype)
 
 
 class CausalLm(nnx.Module):
     """A decoder with a head that predicts the next token.
+
+    Attributes:
+        layer_type: One layer; called and made like `DecoderLayer`.
+        norm_type: The last norm; made like `RmsNorm`.
 
     Args:
         config: The model.
@@ -90,11 +109,20 @@ class CausalLm(nnx.Module):
         dtype: Of all weights.
     """
 
+    layer_type: type = DecoderLayer
+    norm_type: type = RmsNorm
+
     def __init__(
         self, config: ModelConfig, *, experts: ExpertStore = "dense", dtype: DTypeLike = jnp.float32
     ):
         self.config = config
-        self.model = Decoder(config, experts=experts, dtype=dtype)
+        self.model = Decoder(
+            config,
+            experts=experts,
+            dtype=dtype,
+            layer_type=self.layer_type,
+            norm_type=self.norm_type,
+        )
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
@@ -109,15 +137,27 @@ class CausalLm(nnx.Module):
             memory: See `pw_jax.models.memory`.
         """
         config = self.config
-        x = self.model.embed_tokens(tokens)
-        rope = rope_tables(config.rope, config.kv_shapes[0].head_dim, positions, x.dtype)
+        x = self.embed(tokens)
         masses = []
-        for layer in self.model.layers:
+        ropes = self.ropes(positions, x.dtype)
+        for layer, rope in zip(self.model.layers, ropes, strict=True):
             x, memory, mass = layer(x, rope, memory)
             masses += [] if mass is None else [mass]
         experts = config.expert_shape.experts if config.expert_shape else 0
         mass = jnp.stack(masses) if masses else jnp.zeros((0, experts), jnp.float32)
         return Output(self.model.norm(x), memory, mass)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first layer sees."""
+        return self.model.embed_tokens(tokens)
+
+    def ropes(
+        self, positions: Int[Array, "B T"], dtype: DTypeLike
+    ) -> tuple[tuple[Array, Array], ...]:
+        """Cosines and sines of the positions, a pair for each layer."""
+        config = self.config
+        tables = rope_tables(config.rope, config.kv_shapes[0].head_dim, positions, dtype)
+        return (tables,) * config.num_layers
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Scores of the next token; float32 also for bf16 weights, where rounding makes ties."""

@@ -67,6 +67,24 @@ class RmsNorm(nnx.Module):
         return normal * expand_to(self.weight[...], x.ndim)
 
 
+class LayerNorm(nnx.Module):
+    """Mean and variance normalised in float32, weight and bias applied there, then cast back."""
+
+    def __init__(self, features: int, eps: float, *, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.zeros((features,), dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Normalises the last axis."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(variance + jnp.float32(self.eps))
+        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        return add_last(normal * expand_to(weight, x.ndim), bias).astype(x.dtype)
+
+
 class GatedMlp(nnx.Module):
     """``down(activation(gate(x)) * up(x))``."""
 
@@ -95,7 +113,27 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         span = rope.high_freq_factor - rope.low_freq_factor
         keep = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
+    elif rope.kind == "yarn":
+        keep = _yarn_share(rope, head_dim)
+        frequency = keep * frequency + (1 - keep) * frequency / rope.factor
+    elif rope.kind == "proportional":
+        turning = np.arange(head_dim // 2) < int(rope.rotated * head_dim // 2)
+        frequency = np.where(turning, frequency / rope.factor, 0.0)
     return frequency.astype(np.float32)
+
+
+def _yarn_share(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """How far each pair keeps its frequency: a ramp from 1 to 0 over the pairs, not the turns."""
+
+    def pair(turns: float) -> float:
+        """Which pair turns that often in the original context."""
+        ratio = rope.original_positions / (turns * 2 * np.pi)
+        return head_dim * np.log(ratio) / (2 * np.log(rope.theta))
+
+    first = max(np.floor(pair(rope.beta_fast)), 0.0)
+    last = min(np.ceil(pair(rope.beta_slow)), head_dim - 1.0)
+    span = last - first if last != first else 0.001
+    return 1 - np.clip((np.arange(head_dim // 2) - first) / span, 0.0, 1.0)
 
 
 def rope_tables(
@@ -104,7 +142,11 @@ def rope_tables(
     """Cosines and sines of every position: computed in float32, given in the activations' dtype."""
     frequency = jnp.asarray(rope_frequencies(rope, head_dim))
     angle = positions[..., None, None].astype(jnp.float32) * expand_to(frequency, 4)
-    return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+    if rope.attention_factor != 1:
+        factor = jnp.float32(rope.attention_factor)
+        cosine, sine = cosine * factor, sine * factor
+    return cosine.astype(dtype), sine.astype(dtype)
 
 
 def rotate(

@@ -8,11 +8,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pw_jax.errors import UserError
 from pw_jax.models.config import ExpertShape, ModelConfig
 from pw_jax.models.layers import ACTIVATIONS, GatedMlp, Linear
 from pw_jax.models.memory import ExpertMemory, Memory
 
 ExpertStore = Literal["dense", "paged"]
+
+KERNEL_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""How `pallas_kernels.paged_expert_ffn` calls the activations that it knows."""
 
 
 class Router(nnx.Module):
@@ -79,7 +83,10 @@ class PagedExperts(nnx.Module):
     """Experts that live in pages; has no arrays of its own."""
 
     def __init__(self, shape: ExpertShape):
-        self.activation = shape.activation
+        if shape.activation not in KERNEL_ACTIVATIONS:
+            known = ", ".join(sorted(KERNEL_ACTIVATIONS))
+            raise UserError(f"paged experts have no activation {shape.activation!r}, only {known}")
+        self.activation = KERNEL_ACTIVATIONS[shape.activation]
 
     def __call__(
         self,
@@ -99,6 +106,13 @@ class PagedExperts(nnx.Module):
         return memory.expert_ffn(moe_index, x, expert_ids, weights, self.activation)
 
 
+def make_experts(
+    shape: ExpertShape, store: ExpertStore, *, dtype: DTypeLike
+) -> DenseExperts | PagedExperts:
+    """Experts of either kind."""
+    return DenseExperts(shape, dtype=dtype) if store == "dense" else PagedExperts(shape)
+
+
 class SparseMoe(nnx.Module):
     """Router and experts, with an optional gated expert that every token uses.
 
@@ -114,9 +128,7 @@ class SparseMoe(nnx.Module):
         if shape is None:
             raise ValueError("a model without routed experts has no SparseMoe layers")
         self.gate = Router(shape, renormalize=config.renormalize, dtype=dtype)
-        self.experts = (
-            DenseExperts(shape, dtype=dtype) if experts == "dense" else PagedExperts(shape)
-        )
+        self.experts = make_experts(shape, experts, dtype=dtype)
         self.has_shared_expert = config.shared_expert_ffn is not None
         if config.shared_expert_ffn is not None:
             self.shared_expert = GatedMlp(

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pw_jax.errors import UserError
-from pw_jax.models import llama, qwen2_moe
+from pw_jax.models import llama, mixtral, opt, qwen2_moe
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
 from pw_jax.models.layers import ACTIVATIONS
@@ -35,6 +35,8 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(llama.read_config, llama.Llama),
+    "mixtral": Family(mixtral.read_config, mixtral.Mixtral),
+    "opt": Family(opt.read_config, opt.Opt),
     "qwen2_moe": Family(qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
 }
 
@@ -142,7 +144,7 @@ def random_model(
     weights = {}
     for number, (name, shape) in enumerate(parameter_shapes(model).items()):
         draw = np.random.default_rng((seed, number)).standard_normal(shape.shape, np.float32)
-        if "norm" in name:
+        if "norm" in name and not name.endswith(".bias"):
             weights[name] = 1 + 0.1 * draw
         elif len(shape.shape) == 1:
             weights[name] = 0.1 * draw

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from checkpoints.huggingface import expert_name
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
@@ -76,15 +77,19 @@ class MemoryExperts:
 
     @cached_property
     def weights(self) -> dict[tuple[int, int, int], np.ndarray]:
-        config = self.model.config
+        named = _named_weights(self.model)
         found = {}
-        for index, layer in enumerate(config.moe_layers):
-            experts = self.model.model.layers[layer].mlp.experts
-            for module, name in enumerate(("gate_up_proj", "down_proj")):
-                stacked = np.asarray(getattr(experts, name)[...], np.float32)
-                for expert in range(stacked.shape[0]):
-                    found[index, expert, module] = stacked[expert]
+        for index, module, key in self.names():
+            for expert, matrix in enumerate(named[key]):
+                found[index, expert, module] = matrix
         return found
+
+    def names(self) -> Iterator[tuple[int, int, str]]:
+        """Index of the MoE layer, index of the module, and our name of its fused experts."""
+        family = {"model_type": self.model.config.model_type}
+        for index, layer in enumerate(self.model.config.moe_layers):
+            yield index, 0, expert_name(family, layer, "gate_up")
+            yield index, 1, expert_name(family, layer, "down")
 
     @property
     def expert_format(self) -> ExpertFormat:
@@ -94,7 +99,9 @@ class MemoryExperts:
     calibration = None
 
     def load_experts(self, layer: int, module: int) -> "StackedExperts":
-        blocks = [(layer, expert, module) for expert in range(4)]
+        shape = self.model.config.expert_shape
+        assert shape is not None
+        blocks = [(layer, expert, module) for expert in range(shape.experts)]
         own = [self.matrices[block] for block in blocks]
         return StackedExperts(
             planes=np.stack([np.asarray(m.planes) for m in own]),
@@ -106,15 +113,11 @@ class MemoryExperts:
     def dequantized(self, bits: int) -> CausalLm:
         """The model with experts multiplied densely at one width."""
         weights = dict(_named_weights(self.model))
-        for index, layer in enumerate(self.model.config.moe_layers):
-            for module, name in enumerate(("gate_up_proj", "down_proj")):
-                own = [
-                    m
-                    for (row, _, kind), m in self.matrices.items()
-                    if (row, kind) == (index, module)
-                ]
-                key = f"model.layers.{layer}.mlp.experts.{name}"
-                weights[key] = np.stack([np.asarray(dequantize(m, bits)) for m in own])
+        for index, module, key in self.names():
+            own = [
+                m for (row, _, kind), m in self.matrices.items() if (row, kind) == (index, module)
+            ]
+            weights[key] = np.stack([np.asarray(dequantize(m, bits)) for m in own])
         return registry.set_weights(registry.build_model(self.model.config), weights)
 
     def paged(self) -> CausalLm:

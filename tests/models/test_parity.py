@@ -19,7 +19,13 @@ def forward(golden) -> Forward:
 
 
 def test_golden_files_are_there():
-    assert {name.split("/")[0] for name in TINY} >= {"llama", "llama_tied", "qwen2_moe"}
+    assert {name.split("/")[0] for name in TINY} >= {
+        "llama",
+        "llama_tied",
+        "mixtral",
+        "opt",
+        "qwen2_moe",
+    }
 
 
 def test_float32_logits_match(golden, forward):
