@@ -119,6 +119,85 @@ def tiny_models() -> dict[str, Tiny]:
         num_hidden_layers=2,
         eos_token_id=2,
     )
+    gemma4_shared: dict[str, Any] = {
+        **small,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "head_dim": 8,
+        "global_head_dim": 32,  # so that 4 of 16 pairs rotate
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 96,
+        "final_logit_softcapping": 8.0,
+        "eos_token_id": [2, 5],
+    }
+    gemma4_text = transformers.Gemma4TextConfig(
+        **gemma4_shared,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=3,
+        moe_intermediate_size=16,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    )
+    gemma4 = transformers.Gemma4Config(  # dense, its full layers have v_proj
+        text_config=transformers.Gemma4TextConfig(**gemma4_shared),
+        vision_config=transformers.Gemma4VisionConfig(  # its weights are to be skipped
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=8,
+            patch_size=2,
+            position_embedding_size=4,
+        ),
+        audio_config=None,
+    )
+    deepseek_shared: dict[str, Any] = {
+        **small,
+        "num_key_value_heads": 4,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-5,  # not that of the latents
+    }
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "mscale": 0.9,
+        "mscale_all_dim": 0.6,
+    }
+    deepseek_v2 = transformers.DeepseekV2Config(
+        **deepseek_shared,
+        q_lora_rank=12,
+        v_head_dim=10,
+        attention_bias=True,
+        mlp_bias=True,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        rope_parameters=yarn,
+    )
+    deepseek_v2_lite = transformers.DeepseekV2Config(
+        **deepseek_shared, q_lora_rank=None, v_head_dim=8, rope_parameters=yarn
+    )
+    greedy = {"topk_method": "greedy", "routed_scaling_factor": 1.0}
+    plain_rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
     sliding = {
         "use_sliding_window": True,
         "sliding_window": 5,
@@ -126,6 +205,10 @@ def tiny_models() -> dict[str, Tiny]:
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     }
     return {
+        "deepseek_v2": Tiny(deepseek_v2, seed=18, variants={"greedy": greedy}),
+        "deepseek_v2_lite": Tiny(deepseek_v2_lite, seed=19, variants={"plain_rope": plain_rope}),
+        "gemma4": Tiny(gemma4, seed=16),
+        "gemma4_text": Tiny(gemma4_text, seed=17),
         "llama": Tiny(llama, seed=11),
         "llama_tied": Tiny(tied, seed=12),
         "mixtral": Tiny(mixtral, seed=14, variants={"sliding": {"sliding_window": 5}}),
@@ -139,17 +222,19 @@ def tiny_models() -> dict[str, Tiny]:
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
     """Random weights that keep activations alive and spread logits over about ten units."""
     generator = torch.Generator().manual_seed(seed)
+    routers = ("gate.weight", "router.proj.weight")
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        scalars = [item for item in model.named_buffers() if item[0].endswith("layer_scalar")]
+        for name, weight in (*model.named_parameters(), *scalars):
             draw = torch.randn(weight.shape, generator=generator)
-            if "norm" in name and not name.endswith(".bias"):
+            if ("norm" in name or "scal" in name) and not name.endswith(".bias"):
                 weight.copy_(1 + 0.2 * draw)
             elif weight.ndim == 1:
                 weight.copy_(0.3 * draw)
             elif "embed" in name:
                 weight.copy_(0.5 * draw)
             else:
-                gain = 3.0 if "lm_head" in name else 2.0 if name.endswith("gate.weight") else 1.2
+                gain = 3.0 if "lm_head" in name else 2.0 if name.endswith(routers) else 1.2
                 weight.copy_(draw * gain * weight.shape[-1] ** -0.5)
 
 
@@ -214,7 +299,8 @@ def make_tiny(name: str, out: pathlib.Path) -> None:
     tiny = tiny_models()[name]
     rng = np.random.default_rng(tiny.seed)
     lengths = np.array(LENGTHS, np.int32)
-    tokens = rng.integers(6, tiny.config.vocab_size, (len(LENGTHS), max(LENGTHS))).astype(np.int32)
+    vocab_size = tiny.config.get_text_config().vocab_size
+    tokens = rng.integers(6, vocab_size, (len(LENGTHS), max(LENGTHS))).astype(np.int32)
     tokens[np.arange(tokens.shape[1])[None] >= lengths[:, None]] = PADDING
     model = transformers.AutoModelForCausalLM.from_config(tiny.config).float()
     draw_weights(model, tiny.seed)

@@ -19,6 +19,11 @@ REGISTER_BITS = 4
 """Widest code whose table is kept in registers; wider tables go to shared memory."""
 
 
+def keeps_in_registers(bits: int) -> bool:
+    """Whether a table of this width is kept in registers."""
+    return bits <= REGISTER_BITS
+
+
 def lane_bytes(bits: int) -> int:
     """Bytes that each lane has of a table's entry in shared memory.
 
@@ -70,7 +75,7 @@ class Geometry:
 
 def shared_table_bytes(bits: int) -> int:
     """Shared memory that a warp's two groups of rows need at a width."""
-    return 2 * 32 * lane_bytes(bits) << bits if bits > REGISTER_BITS else 0
+    return 2 * 32 * lane_bytes(bits) << bits if not keeps_in_registers(bits) else 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class RowReader:
         lane = emit.thread() & 31
         self.first_word = (lane & 3) * words
         self.pointers = [self._plane_pointers(row) for row in rows]
-        self.in_registers = bits <= REGISTER_BITS
+        self.in_registers = keeps_in_registers(bits)
         if self.in_registers:
             size = geometry.table_entry_words(bits)
             self.tables = [emit.load_words(self._table(row), size) for row in rows]
@@ -160,10 +165,8 @@ class RowReader:
                 word = emit.load(source, offset=16 * step)[0]
                 for place in range(per_word):
                     entry = (parity ^ place) if place else parity
-                    if per_word == 2:
-                        selector = entry * 0x2222 + 0x1010
-                    else:
-                        selector = entry * 0x1111 + 0x8080
+                    step_of_entry, first = (0x2222, 0x1010) if per_word == 2 else (0x1111, 0x8080)
+                    selector = entry * step_of_entry + first
                     value = self._stored(emit.permute(word, emit.word(0), selector))
                     offset = (4 * step * per_word + place) * self.stride
                     emit.store_shared(targets[place & 1], [value] * (2 * lane_words), offset)

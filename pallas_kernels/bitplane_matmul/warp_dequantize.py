@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtyping import Array, Float16
 
-from pallas_kernels.bitplane_matmul import emit
+from pallas_kernels.bitplane_matmul import emit, interpret
 from pallas_kernels.bitplane_matmul.activations import chunks
 from pallas_kernels.bitplane_matmul.emit import Word
 from pallas_kernels.bitplane_matmul.row_reader import (
@@ -21,6 +21,7 @@ from pallas_kernels.bitplane_matmul.row_reader import (
     shared_table_bytes,
 )
 from pallas_kernels.bitplane_matmul.warp_matmul import Units, Weights
+from pallas_kernels.implementation import on_gpu
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def warp_dequantize(
         units: One unit for each expert to write.
         out: Array to write to.
     """
+    if not on_gpu():
+        return interpret.warp_dequantize(kernel, weights, units, out)
     arrays = (
         weights.pool,
         weights.table_pool,

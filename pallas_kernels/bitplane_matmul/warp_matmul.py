@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from jax._src.lib.mlir.dialects import arith
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from pallas_kernels.bitplane_matmul import emit
+from pallas_kernels.bitplane_matmul import emit, interpret
 from pallas_kernels.bitplane_matmul.activations import TOKENS_PER_BLOCK, chunks
 from pallas_kernels.bitplane_matmul.emit import Word
 from pallas_kernels.bitplane_matmul.row_reader import (
@@ -23,6 +23,7 @@ from pallas_kernels.bitplane_matmul.row_reader import (
     RowReader,
     shared_table_bytes,
 )
+from pallas_kernels.implementation import on_gpu
 
 Gate = Literal["silu", "gelu_tanh"]
 
@@ -134,6 +135,8 @@ def warp_matmul(
         x_scale: Their scales.
         out: Array to write to; rows of no unit, and units of other widths, keep what they hold.
     """
+    if not on_gpu():
+        return interpret.warp_matmul(kernel, weights, units, x_words, x_scale, out)
     arrays = (
         weights.pool,
         weights.table_pool,

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation, resolve
 from pallas_kernels.page_layout import MatrixLayout
-from pallas_kernels.paged_expert_ffn import reference
+from pallas_kernels.paged_expert_ffn import kernel, reference
 from pallas_kernels.paged_expert_ffn.pages import Activation, ModulePages
 
 
@@ -40,8 +40,9 @@ def paged_expert_ffn(
     Returns:
         float32 sums.
     """
-    resolve(implementation, pallas=False)
-    return reference.paged_expert_ffn(
+    chosen = resolve(implementation, pallas=True)
+    body = kernel.paged_expert_ffn if chosen == "pallas" else reference.paged_expert_ffn
+    return body(
         x,
         expert_ids,
         expert_weights,

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float16, Float32, Int32
 
+from pallas_kernels.implementation import on_gpu
 from pallas_kernels.paged_expert_ffn.pages import Activation
 from pallas_kernels.paged_expert_ffn.reference import activate
 
@@ -69,6 +70,8 @@ def grouped_matmul(
         x_scale: Scale of each row of x.
         row_scale: Scale of each row of the matrices.
     """
+    if not on_gpu():
+        return _interpret(form, x, weights, unit_expert, x_scale, row_scale)
     units, _, columns = x.shape
     rows = weights.shape[1]
     out_columns = rows // 2 if form.gate else rows
@@ -212,3 +215,20 @@ def _gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
     if activation == "silu":
         return gate * up / (1 + jnp.exp(-gate))
     return activate(gate, activation) * up
+
+
+def _interpret(
+    form: GroupedMatmul,
+    x: Array,
+    weights: Array,
+    unit_expert: Array,
+    x_scale: Array,
+    row_scale: Array,
+) -> Array:
+    """The same product in jnp, for machines without a GPU."""
+    total = jnp.einsum("urk,unk->urn", x, weights[unit_expert], preferred_element_type=jnp.float32)
+    total *= x_scale[:, :, None] * row_scale[unit_expert][:, None, :]
+    if form.gate is None:
+        return total
+    gate, up = jnp.split(total, 2, axis=-1)
+    return _gated(gate, up, form.gate)

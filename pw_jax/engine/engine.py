@@ -18,7 +18,7 @@ from pw_jax.engine.kv_cache import KvCache, fill_new_pages
 from pw_jax.engine.memory_plan import plan_memory
 from pw_jax.engine.precision import ExpertSource, Precision
 from pw_jax.engine.sampling import GREEDY, Sampling
-from pw_jax.engine.sequence import Request, Sequence
+from pw_jax.engine.sequence import Request, Sequence, check_request
 from pw_jax.engine.steps import Caches, StepOutput, Steps
 from pw_jax.engine.trace import StepRecord
 from pw_jax.errors import UserError
@@ -90,11 +90,9 @@ class Engine:
         self._kv = KvCache(self.layout, self.allocator)
         moe_layers = len(model.config.moe_layers)
         experts_a_layer = model.config.expert_shape.experts if model.config.expert_shape else 0
-        # The host's view of the device: jnp.zeros, since an uninitialised pool may hold NaN.
+        pool_shape = (self.plan.pool_pages, self.layout.page_words)
         self._caches = Caches(
-            jax.device_put(
-                jnp.zeros((self.plan.pool_pages, self.layout.page_words), jnp.uint32), sharding
-            ),
+            jnp.zeros(pool_shape, jnp.uint32, device=sharding),  # made in place: no second copy
             tuple(
                 jax.device_put(np.zeros((len(group.layers), config.slots, blocks), "i4"), sharding)
                 for group, blocks in zip(self.layout.kv_groups, self.plan.kv_blocks, strict=True)
@@ -152,36 +150,18 @@ class Engine:
         return sequence
 
     def check(self, request: Request) -> None:
-        """Refuses a request that could never run.
+        """Refuses a request that could never run; see :func:`check_request`.
 
         Raises:
-            UserError: An empty prompt, a token outside the vocabulary, or a sequence that is too
-                long for the engine or for its pool.
+            UserError: Says what is wrong with it.
         """
-        prompt, limit = request.prompt, self.config.max_sequence_tokens
-        if not prompt:
-            raise UserError("a prompt is empty: give at least one token")
-        if request.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        if min(prompt) < 0 or max(prompt) >= self.model_config.vocab_size:
-            raise UserError(
-                f"a prompt has token {max(prompt)} outside the vocabulary of "
-                f"{self.model_config.vocab_size}: is this the model's own tokenizer?"
-            )
-        total = len(prompt) + request.max_new_tokens
-        if total > limit:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones make "
-                f"{total}, more than the maximum of {limit}: shorten it or raise "
-                f"max_sequence_tokens"
-            )
-        needed, held = self.layout.kv_pages(total), self._floor_pages()
-        if needed > self.allocator.pages - 1 - held:
-            raise UserError(
-                f"a sequence of {total} tokens needs {needed} pages, and with every expert at its "
-                f"floor the pool has {self.allocator.pages - 1 - held} for keys and values: raise "
-                f"the memory budget or ask for fewer tokens"
-            )
+        check_request(
+            request,
+            vocab_size=self.model_config.vocab_size,
+            max_tokens=self.config.max_sequence_tokens,
+            pages_of=self.layout.kv_pages,
+            pages=self.allocator.pages - 1 - self._floor_pages(),
+        )
 
     def generate(
         self,

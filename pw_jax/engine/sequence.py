@@ -1,10 +1,12 @@
 """One prompt on its way through the engine. Host side."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pw_jax.engine.sampling import GREEDY, Sampling
+from pw_jax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,52 @@ class Request:
     sampling: Sampling = GREEDY
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+
+
+def check_request(
+    request: Request,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    pages_of: Callable[[int], int],
+    pages: int,
+) -> None:
+    """Refuses a request that could never run.
+
+    Args:
+        request: What was asked.
+        vocab_size: Tokens that the model knows.
+        max_tokens: Most tokens of a sequence, prompt and generated.
+        pages_of: Pages that a number of tokens needs.
+        pages: Pages that a sequence could have at most.
+
+    Raises:
+        UserError: An empty prompt, a token outside the vocabulary, or a sequence that is too long
+            for the engine or for its pool.
+    """
+    prompt = request.prompt
+    if not prompt:
+        raise UserError("a prompt is empty: give at least one token")
+    if request.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise UserError(
+            f"a prompt has token {outside[0]} outside the vocabulary of {vocab_size}: is this the "
+            f"model's own tokenizer?"
+        )
+    total = len(prompt) + request.max_new_tokens
+    if total > max_tokens:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones make {total}, "
+            f"more than the maximum of {max_tokens}: shorten it or raise max_sequence_tokens"
+        )
+    if pages_of(total) > pages:
+        raise UserError(
+            f"a sequence of {total} tokens needs {pages_of(total)} pages, and with every expert at "
+            f"its floor the pool has {pages} for keys and values: raise the memory budget or ask "
+            f"for fewer tokens"
+        )
 
 
 @dataclass(eq=False)

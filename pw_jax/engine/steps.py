@@ -1,12 +1,12 @@
 """The two programs that an engine runs: a prefill chunk of one sequence, and a decode step."""
 
 from dataclasses import dataclass
-from typing import cast, no_type_check
+from typing import Any, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float32, Int32, PyTreeDef, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.paged_expert_ffn import ModulePages
@@ -75,7 +75,7 @@ class Steps:
     """
 
     graph: nnx.GraphDef[CausalLm]
-    weights_tree: PyTreeDef
+    weights_tree: Any  # a PyTreeDef, which is no type for checkers
     layout: PagingLayout
     implementation: Implementation = "auto"
 

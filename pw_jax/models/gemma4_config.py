@@ -107,8 +107,9 @@ def _kv_shapes(fields: Fields, keys_are_values: bool) -> tuple[KvShape, ...]:
         own = whole if kind == FULL else {}
         if by_layer is not None:
             own = {int(key): value for key, value in by_layer.items()}.get(layer, {})
-        layer_fields = Fields({"head_dim": head_dim, "num_key_value_heads": kv_heads, **own})
-        unknown = set(own) - {"head_dim", "num_key_value_heads"}
+        defaults = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+        layer_fields = Fields({**defaults, **own}, fields.source)
+        unknown = set(own) - set(defaults)
         shape = KvShape(
             layer_fields.integer("num_key_value_heads"),
             layer_fields.integer("head_dim"),

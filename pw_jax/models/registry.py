@@ -11,7 +11,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pw_jax.errors import UserError
-from pw_jax.models import llama, mixtral, opt, qwen2_moe
+from pw_jax.models import (
+    deepseek_v2,
+    deepseek_v2_config,
+    gemma4,
+    gemma4_config,
+    llama,
+    mixtral,
+    opt,
+    qwen2_moe,
+)
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
 from pw_jax.models.layers import ACTIVATIONS
@@ -34,6 +43,9 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
+    "deepseek_v2": Family(deepseek_v2_config.read_config, deepseek_v2.DeepseekV2),
+    "gemma4": Family(gemma4_config.read_config, gemma4.Gemma4),
+    "gemma4_text": Family(gemma4_config.read_config, gemma4.Gemma4),
     "llama": Family(llama.read_config, llama.Llama),
     "mixtral": Family(mixtral.read_config, mixtral.Mixtral),
     "opt": Family(opt.read_config, opt.Opt),
@@ -144,7 +156,7 @@ def random_model(
     weights = {}
     for number, (name, shape) in enumerate(parameter_shapes(model).items()):
         draw = np.random.default_rng((seed, number)).standard_normal(shape.shape, np.float32)
-        if "norm" in name and not name.endswith(".bias"):
+        if ("norm" in name or "scal" in name) and not name.endswith(".bias"):
             weights[name] = 1 + 0.1 * draw
         elif len(shape.shape) == 1:
             weights[name] = 0.1 * draw

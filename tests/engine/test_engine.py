@@ -141,7 +141,8 @@ def test_budgets_that_cannot_hold_the_model_are_refused(experts):
         Engine(model, floors, experts)
 
 
-def test_unsuitable_pages_are_refused(experts):
-    odd = dataclasses.replace(CONFIG, page_bytes=512)
-    with pytest.raises(UserError, match="do not fit a page"):
-        Engine(experts.paged(), odd, experts)
+def test_unsuitable_sizes_are_refused():
+    with pytest.raises(ValueError, match="512"):
+        dataclasses.replace(CONFIG, page_bytes=1000)
+    with pytest.raises(ValueError, match="slots"):
+        dataclasses.replace(CONFIG, slots=0)

@@ -1,4 +1,4 @@
-"""Random any-precision experts in a pool, for kernel benchmarks and kernel tests."""
+"""Random any-precision experts in a pool, for benchmarks and tests of kernels."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -100,3 +100,9 @@ def random_experts(
     module = random_pages(layout, bits, pages, 1, seed)
     pool = random_pool(seed, pages, layout.page_words)
     return set_scales(pool, module, seed + 1, layout), module
+
+
+def shift_pages(module: ModulePages, pages: int) -> ModulePages:
+    """The same pages, ``pages`` further on in a longer pool; unused entries stay 0."""
+    planes, tables = (jnp.where(x > 0, x + pages, 0) for x in (module.planes, module.tables))
+    return ModulePages(module.bits, planes, tables)
