@@ -8,7 +8,7 @@ fused or expert by expert; everything else is the identity.
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Literal
 
@@ -66,12 +66,26 @@ class FamilyNames:
         rules: spellings other than our own.
         embedding: our name of the token embedding, which is also the head of a tied model.
         ignored: endings of names that hold no weights.
+        skipped: beginnings of names that belong to other parts than the text model.
+        prefixes: beginnings in the file and ours; replaced before the rules are tried.
     """
 
     experts: str | None = None
     rules: tuple[Rule, ...] = ()
     embedding: str = "model.embed_tokens.weight"
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
+    skipped: tuple[str, ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+    def piece(self, name: str) -> "Piece":
+        """What the tensor ``name`` holds; the name itself if no rule is about it."""
+        own = name
+        for theirs, ours in self.prefixes:
+            if name.startswith(theirs):
+                own = ours + name.removeprefix(theirs)
+        found = (rule.match(own) for rule in self.rules)
+        piece = next((piece for piece in found if piece is not None), Piece(own, own))
+        return replace(piece, source=name)
 
 
 def separate_experts(
@@ -94,7 +108,29 @@ def separate_experts(
     )
 
 
+GEMMA4_NAMES = FamilyNames(
+    experts="model.layers.{layer}.experts",
+    rules=(
+        *separate_experts("{block}.experts", "{block}.moe.experts"),
+        *separate_experts("{block}.experts", "{block}.experts"),
+        Rule("{block}.moe.experts.gate_up_proj", "{block}.experts.gate_up_proj"),
+        Rule("{block}.moe.experts.down_proj", "{block}.experts.down_proj"),
+    ),
+    skipped=(
+        "model.vision_tower.",
+        "model.embed_vision.",
+        "model.audio_tower.",
+        "model.embed_audio.",
+    ),
+    prefixes=(("model.language_model.", "model."),),
+)
+
 FAMILY_NAMES: dict[str, FamilyNames] = {
+    "deepseek_v2": FamilyNames(
+        experts="model.layers.{layer}.mlp.experts", rules=separate_experts()
+    ),
+    "gemma4": GEMMA4_NAMES,
+    "gemma4_text": GEMMA4_NAMES,
     "llama": FamilyNames(),
     "mixtral": FamilyNames(
         experts="model.layers.{layer}.mlp.experts",
@@ -114,9 +150,7 @@ FAMILY_NAMES: dict[str, FamilyNames] = {
         rules=(Rule("decoder.{block}", "model.decoder.{block}"),),  # the 30B files
         embedding="model.decoder.embed_tokens.weight",
     ),
-    "qwen2_moe": FamilyNames(
-        experts="model.layers.{layer}.mlp.experts", rules=separate_experts()
-    ),
+    "qwen2_moe": FamilyNames(experts="model.layers.{layer}.mlp.experts", rules=separate_experts()),
 }
 
 
@@ -193,8 +227,9 @@ def match_names(
     for name, tensor in sorted(tensors.items()):
         if name.endswith(family.ignored) or (name == HEAD and name not in expected):
             continue
-        found = (rule.match(name) for rule in family.rules)
-        piece = next((piece for piece in found if piece is not None), Piece(name, name))
+        if name.startswith(family.skipped):
+            continue
+        piece = family.piece(name)
         shape = expected.get(piece.target)
         if shape is None or (piece.expert is not None and piece.expert >= shape[0]):
             problems.add("unexpected:", name)
@@ -240,5 +275,8 @@ def _check_cover(
                 spelt = (rule.spell(target, expert) for rule in rules if rule.part == part)
                 names = [name for name in spelt if name is not None]
                 # Of several spellings the one that the other tensors of the file have.
-                likeness = [len(commonprefix((name, pieces[0].source))) for name in names]
+                likeness = [
+                    len(commonprefix((name, pieces[0].source)))  # noqa: RUF071 (not paths)
+                    for name in names
+                ]
                 problems.add("missing:", names[likeness.index(max(likeness))])

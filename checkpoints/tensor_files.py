@@ -1,4 +1,4 @@
-"""Reading a folder of safetensors files: what is in it, and one tensor at a time."""
+"""Reading a folder of weight files: what is in it, and one tensor at a time."""
 
 import json
 from dataclasses import dataclass
@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from checkpoints import torch_files
 from pw_jax.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SINGLE_BIN = "pytorch_model.bin"
+INDEX_BIN = "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,8 @@ class Tensor:
     """A tensor in a file, not read yet.
 
     Attributes:
-        file: the safetensors file.
-        dtype: as the file calls it, such as ``"BF16"``.
+        file: the safetensors or .bin file.
+        dtype: as safetensors calls it, such as ``"BF16"``.
         shape: its dimensions.
     """
 
@@ -51,13 +54,12 @@ def list_tensors(directory: Path) -> tuple[dict[str, Tensor], list[str]]:
     Raises:
         UserError: no weights, a missing or damaged file, an index that does not fit the files.
     """
-    if (directory / SINGLE).exists():
-        return _read_header(directory / SINGLE), []
-    if (directory / INDEX).exists():
-        return _read_shards(directory)
-    if any(directory.glob("*.bin")):
-        raise UserError(f"{directory} has only .bin weights; save them as safetensors first")
-    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}")
+    for single, index in ((SINGLE, INDEX), (SINGLE_BIN, INDEX_BIN)):
+        if (directory / single).exists():
+            return _read_header(directory / single), []
+        if (directory / index).exists():
+            return _read_shards(directory / index)
+    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}, nor {SINGLE_BIN}")
 
 
 def read_tensor(name: str, tensor: Tensor, index: int | None = None) -> np.ndarray:
@@ -65,6 +67,8 @@ def read_tensor(name: str, tensor: Tensor, index: int | None = None) -> np.ndarr
 
     The file is opened for each read, so no memory map grows with the tensors already seen.
     """
+    if tensor.file.suffix == ".bin":
+        return torch_files.read_tensor(tensor.file, name, index)
     try:
         with safe_open(tensor.file, framework="np") as file:
             return file.get_tensor(name) if index is None else file.get_slice(name)[index]
@@ -73,6 +77,8 @@ def read_tensor(name: str, tensor: Tensor, index: int | None = None) -> np.ndarr
 
 
 def _read_header(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".bin":
+        return {name: Tensor(path, *entry) for name, entry in torch_files.read_header(path).items()}
     tensors = {}
     try:
         with safe_open(path, framework="np") as file:
@@ -86,8 +92,8 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_shards(directory: Path) -> tuple[dict[str, Tensor], list[str]]:
-    index = directory / INDEX
+def _read_shards(index: Path) -> tuple[dict[str, Tensor], list[str]]:
+    directory = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f'{index} has no "weight_map"')

@@ -121,12 +121,12 @@ def tiny_models() -> dict[str, Tiny]:
     )
     gemma4_shared: dict[str, Any] = {
         **small,
-        "intermediate_size": 48,
+        "intermediate_size": 40,
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "sliding_window": 5,
         "head_dim": 8,
-        "global_head_dim": 32,  # so that 4 of 16 pairs rotate
+        "global_head_dim": 16,  # so that 2 of 8 pairs rotate
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 96,
         "final_logit_softcapping": 8.0,
@@ -135,9 +135,9 @@ def tiny_models() -> dict[str, Tiny]:
     gemma4_text = transformers.Gemma4TextConfig(
         **gemma4_shared,
         enable_moe_block=True,
-        num_experts=6,
-        top_k_experts=3,
-        moe_intermediate_size=16,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
     )
@@ -161,10 +161,6 @@ def tiny_models() -> dict[str, Tiny]:
         "intermediate_size": 48,
         "num_hidden_layers": 3,
         "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 3,
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4,
@@ -183,6 +179,10 @@ def tiny_models() -> dict[str, Tiny]:
     }
     deepseek_v2 = transformers.DeepseekV2Config(
         **deepseek_shared,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
         q_lora_rank=12,
         v_head_dim=10,
         attention_bias=True,
@@ -194,7 +194,14 @@ def tiny_models() -> dict[str, Tiny]:
         rope_parameters=yarn,
     )
     deepseek_v2_lite = transformers.DeepseekV2Config(
-        **deepseek_shared, q_lora_rank=None, v_head_dim=8, rope_parameters=yarn
+        **deepseek_shared,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        q_lora_rank=None,
+        v_head_dim=8,
+        rope_parameters=yarn,
     )
     greedy = {"topk_method": "greedy", "routed_scaling_factor": 1.0}
     plain_rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
@@ -206,9 +213,9 @@ def tiny_models() -> dict[str, Tiny]:
     }
     return {
         "deepseek_v2": Tiny(deepseek_v2, seed=18, variants={"greedy": greedy}),
-        "deepseek_v2_lite": Tiny(deepseek_v2_lite, seed=19, variants={"plain_rope": plain_rope}),
-        "gemma4": Tiny(gemma4, seed=16),
-        "gemma4_text": Tiny(gemma4_text, seed=17),
+        "deepseek_v2_lite": Tiny(deepseek_v2_lite, seed=18, variants={"plain_rope": plain_rope}),
+        "gemma4": Tiny(gemma4, seed=18),
+        "gemma4_text": Tiny(gemma4_text, seed=18),
         "llama": Tiny(llama, seed=11),
         "llama_tied": Tiny(tied, seed=12),
         "mixtral": Tiny(mixtral, seed=14, variants={"sliding": {"sliding_window": 5}}),

@@ -6,13 +6,14 @@ the weight of bit ``r + 16 h + 4 c``.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 Word = Any
 
 
+@runtime_checkable
 class Operations(Protocol):
     """Instructions that Python's operators cannot name."""
 

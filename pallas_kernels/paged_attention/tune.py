@@ -4,7 +4,7 @@ Prints a line a candidate, the quickest first for each shape; the best go to ``c
 """
 
 import argparse
-import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -14,13 +14,10 @@ import jax
 from pallas_kernels.paged_attention.benchmark import (
     CHUNK,
     COMPILERS,
-    ROUNDS,
     SHAPES,
+    Case,
+    Programs,
     Shape,
-    compile_rounds,
-    copy_bandwidth,
-    measure,
-    operands,
     random_pool,
 )
 from pallas_kernels.paged_attention.configs import DecodeConfig, PrefillConfig
@@ -47,34 +44,40 @@ def prefill_candidates(shape: Shape) -> list[PrefillConfig]:
     return [PrefillConfig(*size) for size in sizes[shape.layout.words_per_head]]
 
 
-def decode_once(shape: Shape, config: DecodeConfig, q, pool, pages, positions):
-    """The decode kernel with given sizes."""
-    scores = Scores(shape.options["scale"], None)
-    return paged_decode(
-        q[:, 0],
-        pool,
-        pages,
-        positions[:, 0],
-        layout=shape.layout,
-        scores=scores,
-        window=shape.window,
-        config=config,
-    )
+def kernel(shape: Shape, config: DecodeConfig | PrefillConfig, q, pool, pages, positions):
+    """A kernel with given sizes."""
+    options = {
+        "layout": shape.layout,
+        "scores": Scores(shape.options["scale"], None),
+        "window": shape.window,
+    }
+    if isinstance(config, PrefillConfig):
+        return paged_prefill(q, pool, pages, positions, config=config, **options)
+    return paged_decode(q[:, 0], pool, pages, positions[:, 0], config=config, **options)
 
 
-def prefill_once(shape: Shape, config: PrefillConfig, q, pool, pages, positions):
-    """The prefill kernel with given sizes."""
-    scores = Scores(shape.options["scale"], None)
-    return paged_prefill(
-        q,
-        pool,
-        pages,
-        positions,
-        layout=shape.layout,
-        scores=scores,
-        window=shape.window,
-        config=config,
-    )
+def tune(case: Case, candidates: Sequence, pool: jax.Array) -> None:
+    """Times the candidates of a case and prints them."""
+    programs = Programs(case, pool)
+
+    def build(config):
+        try:
+            return programs.compile(partial(kernel, SHAPES[case.model], config))
+        except jax.errors.JaxRuntimeError as error:  # too much shared memory
+            return str(error).splitlines()[0]
+
+    with ThreadPoolExecutor(COMPILERS) as threads:
+        built = list(threads.map(build, candidates))
+    rows = []
+    for config, program in zip(candidates, built, strict=True):
+        if isinstance(program, str):
+            print(case.model, config, program)
+        else:
+            rows.append((programs.time(program), config))
+    for time, config in sorted(rows, key=lambda row: row[0].median):
+        rate = case.bytes_and_operations()[0] / time.median / 1e6
+        line = f"{time.median:8.1f} us +-{time.spread:5.1f} {rate:6.2f} TB/s"
+        print(case.model, case.sequences, case.chunk, line, config, flush=True)
 
 
 def main() -> None:
@@ -83,37 +86,10 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     models = parser.parse_args().models
     pool = random_pool(jax.random.key(0))
-    print("copy", round(copy_bandwidth(pool), 3), "TB/s", flush=True)
     for name in models:
-        shape = SHAPES[name]
-        for once, candidates, sequences, context, chunk in (
-            (decode_once, decode_candidates(shape), 16, 8192, 1),
-            (decode_once, decode_candidates(shape), 1, 8192, 1),
-            (prefill_once, prefill_candidates(shape), 1, 8192, CHUNK),
-        ):
-            args = operands(shape, sequences, context, chunk)
-
-            def build(config, once=once, shape=shape, args=args):
-                try:
-                    return compile_rounds(partial(once, shape, config), pool, args, ROUNDS)
-                except Exception as error:  # too much shared memory, most often
-                    return str(error).splitlines()[0][:120]
-
-            with ThreadPoolExecutor(COMPILERS) as threads:
-                programs = list(threads.map(build, candidates))
-            rows = []
-            for config, program in zip(candidates, programs, strict=True):
-                if isinstance(program, str):
-                    print(name, config, program)
-                    continue
-                time = measure(lambda p=program, a=args: p(a[0], pool, *a[1:]), ROUNDS)
-                rows.append((time.median, time.spread, config))
-            for median, spread, config in sorted(rows, key=lambda row: row[0]):
-                size = 4 * sequences * min(context, shape.window or context)
-                rate = size * shape.layout.words_per_token / median / 1e6
-                line = {"model": name, "sequences": sequences, "queries": chunk}
-                line |= {"us": round(median, 1), "spread": round(spread, 1)}
-                print(json.dumps(line | {"tbytes_per_s": round(rate, 2)}), config, flush=True)
+        decode, prefill = decode_candidates(SHAPES[name]), prefill_candidates(SHAPES[name])
+        for sequences, chunk, candidates in ((16, 1, decode), (1, 1, decode), (1, CHUNK, prefill)):
+            tune(Case(name, sequences, 8192, chunk, compared=False), candidates, pool)
 
 
 if __name__ == "__main__":

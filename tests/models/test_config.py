@@ -40,6 +40,75 @@ SCALING = {
 }
 
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "hidden_size": 7168,
+    "ffn_dim": 28672,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 56,
+}
+OLD_LLAMA = {  # as the first conversions of LLaMA-65B have it
+    "architectures": ["LLaMAForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 8192,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "max_sequence_length": 2048,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": -1,
+}
+
+
+def test_the_oldest_llama_files():
+    config = registry.read_config(OLD_LLAMA)
+    assert config.kv_shapes == (KvShape(64, 128),) * 80
+    assert config.rope == RopeConfig(10000.0)
+    assert config.norm_eps == 1e-6
+    assert registry.read_config(OLD_LLAMA | {"rms_norm_eps": 1e-5}).norm_eps == 1e-5
+    assert config.max_positions == 2048
+    assert config.pad_token_id is None
+    assert config.eos_token_ids == (2,)
+
+
+def test_mixtral_defaults():
+    config = registry.read_config(MIXTRAL)
+    assert config.renormalize
+    assert config.rope == RopeConfig(1e6)
+    assert config.moe_layers == tuple(range(32))
+    assert config.expert_shape is not None
+    assert (config.expert_shape.top_k, config.expert_shape.ffn) == (2, 14336)
+    assert not config.qkv_bias
+    assert config.kv_shapes == (KvShape(8, 128),) * 32
+    windowed = registry.read_config(MIXTRAL | {"sliding_window": 4096})
+    assert {kv.window for kv in windowed.kv_shapes} == {4096}
+
+
+def test_opt_defaults():
+    config = registry.read_config(OPT)
+    assert config.kv_shapes == (KvShape(56, 128),) * 48
+    assert config.tie_word_embeddings
+    assert config.qkv_bias
+    assert config.mlp_bias
+    assert config.max_positions == 2048
+    assert config.rope.kind == "none"
+    assert not registry.read_config(OPT | {"enable_bias": False}).output_bias
+
+
 def test_full_llama():
     config = registry.read_config(LLAMA)
     assert config.kv_shapes == (KvShape(8, 128),) * 80
@@ -125,8 +194,13 @@ def test_missing_field_is_named(name):
         (LLAMA | {"rope_scaling": {"type": "llama3"}}, "required field 'factor' is missing"),
         (LLAMA | {"rope_scaling": 8}, "'rope_scaling' must be an object"),
         (QWEN | {"num_experts_per_tok": 61}, "exceeds num_experts"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "exceeds num_local_experts"),
+        (MIXTRAL | {"sliding_window": 0}, "'sliding_window' must be a positive integer"),
+        (OPT | {"word_embed_proj_dim": 512}, "word_embed_proj_dim must be 7168, 512"),
+        (OPT | {"do_layer_norm_before": False}, "do_layer_norm_before must be True, False"),
+        (OPT | {"ffn_dim": None}, "required field 'ffn_dim' is missing"),
         (QWEN | {"mlp_only_layers": "1"}, "'mlp_only_layers' must be a list"),
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; known: .*llama, mixtral, opt, qwen2_moe"),
+        ({"model_type": "gpt2"}, "'gpt2' .* known: .*llama, mixtral, opt, qwen2_moe"),
         ({}, "model_type None is not supported"),
     ],
 )
