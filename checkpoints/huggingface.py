@@ -1,6 +1,7 @@
 """Hugging Face checkpoints in: config.json and safetensors, read lazily by our names."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from checkpoints.names import FAMILY_NAMES, HEAD, FamilyNames, Piece, match_name
 from checkpoints.tensor_files import Tensor, list_tensors, read_json, read_tensor
 from pw_jax.errors import UserError
 from pw_jax.models import registry
-from pw_jax.models.config import ModelConfig
+from pw_jax.models.config import Fields, ModelConfig
 from pw_jax.models.decoder import CausalLm
 
 Module = Literal["gate_up", "down"]
@@ -38,7 +39,7 @@ class Checkpoint:
     Attributes:
         directory: the folder.
         config: config.json as a dict.
-        model_config: the same as our dataclass.
+        model_config: the same as our dataclass (see ``read_model_config``).
     """
 
     def __init__(self, directory: str | Path):
@@ -49,9 +50,7 @@ class Checkpoint:
         """
         self.directory = Path(directory)
         self.config = read_config(self.directory)
-        self.model_config: ModelConfig = registry.read_config(
-            self.config, str(self.directory / "config.json")
-        )
+        self.model_config: ModelConfig = read_model_config(self.directory, self.config)
         self.family: FamilyNames = FAMILY_NAMES.get(self.config["model_type"], FamilyNames())
         self._tensors, duplicates = list_tensors(self.directory)
         self._pieces = match_names(
@@ -173,6 +172,24 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise UserError(f'{directory / "config.json"} has no "model_type"')
     return config
+
+
+def read_model_config(directory: Path, config: Mapping[str, Any]) -> ModelConfig:
+    """Reads the config of a model folder as our dataclass.
+
+    The end tokens are those of generation_config.json if it names any, as in transformers: chat
+    models list more there than in config.json.
+
+    Args:
+        directory: the folder.
+        config: its config.json.
+    """
+    model_config = registry.read_config(config, str(directory / "config.json"))
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return model_config
+    ends = Fields(read_json(path), str(path)).token_ids("eos_token_id")
+    return replace(model_config, eos_token_ids=ends or model_config.eos_token_ids)
 
 
 def load_weights(checkpoint: Checkpoint, dtype: DTypeLike) -> dict[str, np.ndarray]:

@@ -22,7 +22,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float32, UInt32
 from orbax.checkpoint import v1 as ocp
 
-from checkpoints.huggingface import MODULES, Module, expert_name, read_config
+from checkpoints.huggingface import (
+    MODULES,
+    Module,
+    expert_name,
+    read_config,
+    read_model_config,
+)
 from checkpoints.tensor_files import read_json
 from pw_jax.errors import UserError
 from pw_jax.models import registry
@@ -92,8 +98,8 @@ class Store:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        """config.json as our dataclass."""
-        return registry.read_config(self.config)
+        """config.json as our dataclass, with the end tokens of generation_config.json."""
+        return read_model_config(self.directory, self.config)
 
     @property
     def widths(self) -> range:

@@ -1,6 +1,7 @@
 """Text files into token sequences, for calibration and comparison."""
 
 import hashlib
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,13 @@ def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model folder, as transformers has it."""
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         raise UserError(f"{directory} has no tokenizer ({' or '.join(TOKENIZER_FILES)})")
+    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")) and (
+        importlib.util.find_spec("sentencepiece") is None
+    ):
+        raise UserError(
+            f"{directory} has a tokenizer.model only, which is read by sentencepiece: install the "
+            f"extra with pip install 'pw-jax[sentencepiece]', or add a tokenizer.json"
+        )
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
     from transformers import AutoTokenizer  # slow to import
 

@@ -11,17 +11,10 @@ from jax.experimental.pallas import triton as plt
 Implementation = Literal["auto", "xla", "pallas"]
 
 
-def ignore_triton_deprecation() -> None:
-    """Silences the one warning that every Pallas-Triton kernel raises when it is lowered.
-
-    Called on import; tests that turn warnings into errors call it again.
-    """
-    warnings.filterwarnings(
-        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
-    )
-
-
-ignore_triton_deprecation()
+# Every Pallas-Triton kernel warns when it is lowered, and names nothing that could replace it yet.
+warnings.filterwarnings(
+    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
 
 
 def on_gpu() -> bool:

@@ -11,6 +11,7 @@ from jax import lax
 from pallas_kernels.page_layout import MatrixLayout
 from pallas_kernels.paged_expert_ffn import ModulePages
 
+IntLike = int | jax.Array
 PAGE_WORDS = 16384
 SEED_BITS, PARENT_BITS = 3, 8
 
@@ -67,13 +68,15 @@ def pages_needed(layout: MatrixLayout, bits: tuple[int, ...]) -> int:
 
 
 @partial(jax.jit, static_argnames=("pages", "page_words"))
-def random_pool(seed: int, pages: int, page_words: int) -> jax.Array:
+def random_pool(seed: IntLike, pages: int, page_words: int) -> jax.Array:
     """A pool of random words: every plane and every table entry is uniform."""
     return jax.random.bits(jax.random.key(seed), (pages, page_words), jnp.uint32)
 
 
 @partial(jax.jit, static_argnames=("layout",), donate_argnames=("pool",))
-def set_scales(pool: jax.Array, module: ModulePages, seed: int, layout: MatrixLayout) -> jax.Array:
+def set_scales(
+    pool: jax.Array, module: ModulePages, seed: IntLike, layout: MatrixLayout
+) -> jax.Array:
     """Writes row scales that make weights of a usual size, at each expert's width."""
     experts = module.bits.shape[0]
     spread = jax.random.uniform(jax.random.key(seed), (experts, layout.rows), jnp.float32, 0.5, 1.5)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic.gpu import as_gpu_kernel
 from jax.experimental.mosaic.gpu import utils as mosaic_utils

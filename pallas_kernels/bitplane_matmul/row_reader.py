@@ -15,7 +15,7 @@ from pallas_kernels.bitplane_matmul import emit
 from pallas_kernels.bitplane_matmul.emit import Word
 from pallas_kernels.bitplane_matmul.lookup import byte_codes, look_up_bytes
 
-REGISTER_BITS = 4
+REGISTER_BITS = 5
 """Widest code whose table is kept in registers; wider tables go to shared memory."""
 
 

@@ -64,7 +64,7 @@ def is_large(tokens: float) -> bool:
 
 def words_at_once(words_per_row: int) -> int:
     """Words that a lane takes from a row at once; they must divide the row's."""
-    return 2 if words_per_row % 2 == 0 else 1
+    return next(words for words in (_table()["words"], 2, 1) if words_per_row % words == 0)
 
 
 def split_count(words_per_row: int, items: int, warps: int) -> int:

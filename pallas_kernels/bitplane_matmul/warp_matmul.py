@@ -198,9 +198,8 @@ def _body(kernel: WarpMatmul, *refs: Any) -> None:
         for width_here in kernel.widths:
             with emit.when(width.equals(width_here)):
                 tile = _Tile(kernel, arrays, width_here, work, shared)
-                sums = tile.multiply(x)
-                places = [emit.load(a + unit.wide() * 4)[0] for a in (first, tokens)]
-                tile.write(sums, places[0], places[1], scale, out)
+                place, used = (emit.load(a + unit.wide() * 4)[0] for a in (first, tokens))
+                tile.write(tile.multiply(x, used), place, used, scale, out)
         return carry
 
     start = emit.block() * kernel.warps + warp
@@ -230,8 +229,12 @@ class _Tile:
             kernel.geometry, arrays, bits, work.expert, rows, kernel.words, shared
         )
 
-    def multiply(self, x: Word) -> list[Word]:
-        """Sums over this item's part of K, flat: ``[part, token block, 4]``."""
+    def multiply(self, x: Word, tokens: Word) -> list[Word]:
+        """Sums over this item's part of K, flat: ``[part, token block, 4]``.
+
+        With fewer than four tokens the lanes of missing ones read a real one's words: what they
+        compute is not stored, and fewer lines pass through the first-level cache.
+        """
         kernel = self.kernel
         blocks, depth = kernel.token_blocks, kernel.depth
         count = kernel.chunks // kernel.splits
@@ -240,7 +243,10 @@ class _Tile:
         x_chunk = kernel.words * step_bytes
         first = self.work.split * count
         x_at = x + self.work.unit.wide() * (kernel.chunks * x_chunk)
-        x_at = x_at + first.wide() * x_chunk + self.lane.wide() * 16
+        x_lane = self.lane
+        if blocks == 1:
+            x_lane = x_lane & ((emit.word(4) << tokens.minimum(3)) - 1)
+        x_at = x_at + first.wide() * x_chunk + x_lane.wide() * 16
         begin = first.wide() * chunk_bytes
         last = self.reader.last_offset(first + (count - 1))
 

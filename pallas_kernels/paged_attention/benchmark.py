@@ -24,6 +24,9 @@ from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.device_time import Time, device_time
 from pallas_kernels.paged_attention.reference import paged_attention as reference_attention
 
+COMMAND = (
+    "python -m pallas_kernels.paged_attention.benchmark --json docs/results/h200/attention.json"
+)
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("pallas", "xla")
 PAGE_WORDS = 16384
 POOL_PAGES = 80_000
@@ -256,7 +259,7 @@ def run(models: tuple[str, ...] = tuple(SHAPES)) -> dict:
     records = [program.record(copy) for program in programs]
     del programs
     return {
-        "command": "python -m pallas_kernels.paged_attention.benchmark --json PATH",
+        "command": COMMAND,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "page_bytes": 4 * PAGE_WORDS,

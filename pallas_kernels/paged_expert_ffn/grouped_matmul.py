@@ -5,6 +5,9 @@ two tiles of rows of its expert's matrix: two neighbours, or a tile of gates and
 they gate, so that gating costs no memory traffic.
 """
 
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+# (plgpu's transforms and accumulators are as its own kernels use them)
+
 import functools
 from dataclasses import dataclass
 
@@ -196,8 +199,8 @@ def _kernel(form: GroupedMatmul, x_ref, w_ref, expert_ref, count_ref, xs_ref, ws
 
                 def multiply(_, x_smem, first_smem, second_smem, sums):
                     left = x_smem.at[own]
-                    plgpu.wgmma(sums[0], left, plgpu.transpose_ref(first_smem, (1, 0)))
-                    plgpu.wgmma(sums[1], left, plgpu.transpose_ref(second_smem, (1, 0)))
+                    plgpu.wgmma(sums[0], left, first_smem.transpose((1, 0)))
+                    plgpu.wgmma(sums[1], left, second_smem.transpose((1, 0)))
                     plgpu.wgmma_wait(0)
                     return sums
 

@@ -168,6 +168,22 @@ def test_a_tied_head_may_be_present_but_must_be_the_embedding(tmp_path, weights)
         Checkpoint(write(tmp_path / "untied", tied))
 
 
+@pytest.mark.parametrize(
+    ("content", "ends"),
+    [({}, (0,)), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": [0, 7]}, (0, 7))],
+)
+def test_end_tokens_of_generation_config_come_first(tiny, content, ends):
+    assert Checkpoint(tiny).model_config.eos_token_ids == (0,)
+    (tiny / "generation_config.json").write_text(json.dumps(content))
+    assert Checkpoint(tiny).model_config.eos_token_ids == ends
+
+
+def test_bad_end_tokens_are_named(tiny):
+    (tiny / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(UserError, match=r"generation_config\.json: field 'eos_token_id' must be"):
+        Checkpoint(tiny)
+
+
 def damage_index(directory: Path, change) -> None:
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())

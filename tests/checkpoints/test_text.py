@@ -1,9 +1,11 @@
 """Text into token sequences."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 from checkpoints.text import load_tokenizer, read_documents, sha256, token_sequences
 from pw_jax.errors import UserError
@@ -63,6 +65,33 @@ def test_missing_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_sentencepiece_file_alone_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match=r"pip install 'pw-jax\[sentencepiece\]'"):
+        load_tokenizer(tmp_path)
+
+
+def test_opt_texts_start_with_its_end_token(tmp_path):
+    """Files as the hub has them: vocab.json, merges.txt and a bos that is also the eos."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *letters])}
+    ends = dict.fromkeys(["bos_token", "eos_token", "unk_token"], "</s>")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "pad_token": "<pad>"}
+    for name, content in {
+        "config.json": {"model_type": "opt"},
+        "vocab.json": vocab,
+        "tokenizer_config.json": settings | ends,
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = load_tokenizer(tmp_path)
+    tokens = tokenizer.encode("two words")
+    assert tokens[0] == tokenizer.eos_token_id == 2
+    assert len(tokens) == 10
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "two words"
 
 
 def test_many_documents_give_their_beginnings():

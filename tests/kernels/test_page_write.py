@@ -9,6 +9,7 @@ from paged_pool import lowered_for_h200, words_of
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.page_layout import KvLayout
 from pallas_kernels.page_write import write_kv, write_pages
+from pallas_kernels.paged_attention import paged_attention
 
 LAYOUTS = {
     "demo": KvLayout(3, 64, "bfloat16", 1024),
@@ -112,6 +113,21 @@ class InPlaceTests:
             return pool
 
         self.check(write, token, token, where, where)
+
+    def test_layers_in_place(self):
+        """Layers that write and then read one pool need no copy of it."""
+        layout = LAYOUTS["mixtral"]
+        options = {"layout": layout, "implementation": self.implementation}
+
+        def layers(pool, q, pages, positions):
+            for _ in range(3):
+                k = q[:, 0, :8]
+                pool = write_kv(pool, k, k, pages[:, 0], positions[:, 0], **options)
+                q = paged_attention(q, pool, pages, positions, scale=0.1, **options)
+            return pool, q
+
+        shapes = ((2, 1, 32, 128), jnp.bfloat16), ((2, 2), jnp.int32), ((2, 1), jnp.int32)
+        self.check(layers, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
     def test_pages_in_place(self):
         def write(pool, ids, images):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from golden import TINY, Forward, Golden, read
 
-from pw_jax.models.moe import SparseMoe
+from pw_jax.models.moe import DenseExperts
 
 
 @pytest.fixture(scope="module", params=TINY)
@@ -20,6 +20,10 @@ def forward(golden) -> Forward:
 
 def test_golden_files_are_there():
     assert {name.split("/")[0] for name in TINY} >= {
+        "deepseek_v2",
+        "deepseek_v2_lite",
+        "gemma4",
+        "gemma4_text",
         "llama",
         "llama_tied",
         "mixtral",
@@ -72,6 +76,22 @@ def test_a_batch_equals_its_rows(golden, forward):
         np.testing.assert_allclose(together[row, :length], alone[0, :length], rtol=0, atol=1e-4)
 
 
+def has_experts(layer) -> bool:
+    """In the MLP, or beside it as in Gemma 4."""
+    return any(
+        isinstance(getattr(part, "experts", None), DenseExperts) for part in (layer, layer.mlp)
+    )
+
+
+def expert_scales(golden: Golden) -> np.ndarray:
+    """What a family multiplies the weights of chosen experts by, [MoE layers or 1, E or 1]."""
+    if golden.config.model_type == "gemma4_text":
+        return np.stack(
+            [layer.router.per_expert_scale[...] for layer in golden.model().model.layers]
+        )
+    return np.full((1, 1), getattr(golden.config, "routed_scale", 1.0))
+
+
 def test_routing_mass_counts_real_tokens(golden, forward):
     _, mass = forward(golden.tokens, golden.mask)
     shape = golden.config.expert_shape
@@ -79,10 +99,11 @@ def test_routing_mass_counts_real_tokens(golden, forward):
         assert mass.shape == (0, 0)
         return
     assert mass.shape == (len(golden.config.moe_layers), shape.experts)
-    assert [isinstance(layer.mlp, SparseMoe) for layer in golden.model().model.layers] == [
+    assert [has_experts(layer) for layer in golden.model().model.layers] == [
         i in golden.config.moe_layers for i in range(golden.config.num_layers)
     ]
     tokens = golden.mask.sum()
+    mass = mass / expert_scales(golden)
     if golden.config.renormalize:
         np.testing.assert_allclose(mass.sum(1), tokens, rtol=1e-5)
     else:
