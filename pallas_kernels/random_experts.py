@@ -37,8 +37,8 @@ class Shape:
 
 
 SHAPES = (
-    Shape("Qwen1.5-MoE", 60, 2048, 1408, 2, 4),
     Shape("Mixtral-8x7B", 8, 4096, 14336, 1, 1),
+    Shape("Qwen1.5-MoE", 60, 2048, 1408, 2, 4),
     Shape("Gemma-4-26B-A4B", 128, 2816, 704, 2, 8),
 )
 

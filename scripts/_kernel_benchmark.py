@@ -4,7 +4,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -255,18 +255,15 @@ class Case:
         return float(f"{max(errors):.3g}")
 
 
-def run(models: list[str], report: Callable[[Record], None]) -> list[dict]:
-    """Measures the named models' shapes; compiles in threads first."""
+def run(models: list[str], report: Callable[[Record], None]) -> None:
+    """Measures the named models' shapes; compiles all in threads first."""
     shapes = [shape for shape in SHAPES if not models or shape.model in models]
     cases = [Case(shape, module) for shape in shapes for module in MODULES]
     with ThreadPoolExecutor(12) as threads:
-        jobs = [threads.submit(case.compile, rows) for case in cases for rows in case.rows]
-        for job in jobs:
-            job.result()
-    records = []
+        jobs = {case: [threads.submit(case.compile, rows) for rows in case.rows] for case in cases}
     for case in cases:
+        for job in jobs[case]:
+            job.result()
         for record in case.records():
             report(record)
-            records.append(asdict(record))
         case.compiled.clear()
-    return records

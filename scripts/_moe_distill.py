@@ -32,30 +32,12 @@ class Fitted:
         shared_gate: [L, D].
         neuron_scale: [L, F], in the new order.
         norm_scale: [L, 2, D].
-        down_left: [L, D, r].
-        down_right: [L, r, F], in the new order; their product is added to down_proj.
     """
 
     router: Any
     shared_gate: Any
     neuron_scale: Any
     norm_scale: Any
-    down_left: Any
-    down_right: Any
-
-    @staticmethod
-    def begin(router: Float[Array, "L E D"], neurons: int, rank: int, seed: int) -> "Fitted":
-        """The dense model's own weights, and these routers."""
-        layers, _, embed = router.shape
-        right = np.random.default_rng(seed).standard_normal((layers, rank, neurons), np.float32)
-        return Fitted(
-            router=router,
-            shared_gate=jnp.zeros((layers, embed)),
-            neuron_scale=jnp.ones((layers, neurons)),
-            norm_scale=jnp.ones((layers, 2, embed)),
-            down_left=jnp.zeros((layers, embed, rank)),
-            down_right=jnp.asarray(right / np.float32(neurons**0.5)),
-        )
 
 
 @jax.tree_util.register_dataclass
@@ -124,10 +106,7 @@ def cut_mlp(
         axis=-1,
     )
     factor = factor * fitted.neuron_scale[None, None]
-    hidden = hidden * factor.astype(hidden.dtype)
-    low = jnp.einsum("btf,rf->btr", hidden, fitted.down_right.astype(x.dtype))
-    added = jnp.einsum("btr,dr->btd", low, fitted.down_left.astype(x.dtype))
-    return mlp.down_proj(hidden) + added
+    return mlp.down_proj(hidden * factor.astype(hidden.dtype))
 
 
 def run_layers(
@@ -212,12 +191,7 @@ def distill(
     # Routers differ in size from layer to layer; a step is a share of that size.
     router_size = jnp.sqrt(jnp.mean(jnp.square(start.router), axis=(1, 2), keepdims=True))
     rates = Fitted(
-        router=0.06 * router_size,
-        shared_gate=0.002,
-        neuron_scale=0.006,
-        norm_scale=0.004,
-        down_left=0.002,
-        down_right=0.001,
+        router=0.06 * router_size, shared_gate=0.002, neuron_scale=0.006, norm_scale=0.004
     )
     schedule = optax.warmup_cosine_decay_schedule(0.1, 1.0, max(steps // 20, 1), steps, 0.1)
     optimizer = optax.chain(

@@ -7,7 +7,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 from _command import run as run_command
@@ -32,6 +34,14 @@ def kernels(arguments: argparse.Namespace) -> None:
     if jax.default_backend() != "gpu":
         raise UserError("scripts/benchmark.py kernels needs an NVIDIA GPU and JAX's CUDA plugin")
 
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "records": [],
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+
     def report(record: Record) -> None:
         print(
             f"{record.model} {record.module} {record.bits} bits {record.rows} rows: "
@@ -41,15 +51,10 @@ def kernels(arguments: argparse.Namespace) -> None:
             flush=True,
         )
 
-    records = run(arguments.models, report)
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "records": records,
-    }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        result["records"].append(asdict(record))  # written each time: a long run may be cut short
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    run(arguments.models, report)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -177,13 +177,10 @@ def evaluate(gguf: GgufLlama, source: Path, artefact: Path, paths: Sequence[Path
 
 
 def held_out(tokenizer: Any, texts: list[str]) -> Tokens:
-    """The beginnings of texts as whole sequences, in whole batches, at most `HELD_OUT` of them."""
-    rows = []
-    for text in texts:
-        ids = tokenizer.encode(text[: 32 * SEQUENCE]).ids
-        rows += [ids[i : i + SEQUENCE] for i in range(0, len(ids) - SEQUENCE + 1, SEQUENCE)][:2]
-    rows = rows[: min(HELD_OUT, len(rows) // BATCH * BATCH)]
-    return np.asarray(rows, np.int32).reshape(len(rows), SEQUENCE)
+    """The texts end to end, cut into sequences in whole batches, at most `HELD_OUT` of them."""
+    ids = [token for text in texts for token in tokenizer.encode(text).ids]
+    rows = min(HELD_OUT, len(ids) // SEQUENCE) // BATCH * BATCH
+    return np.asarray(ids[: rows * SEQUENCE], np.int32).reshape(rows, SEQUENCE)
 
 
 def calibrate(gguf: GgufLlama, flags: argparse.Namespace) -> Calibration:
@@ -266,12 +263,12 @@ def main(argv: Sequence[str] | None) -> None:
     add("--artefact", type=Path, default=ARTEFACT, help="written, or read to evaluate")
     add("--text", type=Path, nargs="+", help="calibration text, .jsonl")
     add("--evaluate", type=Path, nargs="+", metavar="TEXT", help="only measure perplexity on it")
-    add("--shared", type=int, default=512, help="neurons of the shared expert")
-    add("--experts", type=int, default=8, help="routed experts")
-    add("--width", type=int, default=128, help="neurons of a routed expert")
-    add("--top-k", type=int, default=6, help="experts a token uses")
+    add("--shared", type=int, default=384, help="neurons of the shared expert")
+    add("--experts", type=int, default=6, help="routed experts")
+    add("--width", type=int, default=192, help="neurons of a routed expert")
+    add("--top-k", type=int, default=5, help="experts a token uses")
     add("--split-sequences", type=int, default=64, help="sequences that decide the division")
-    add("--steps", type=int, default=80, help="training steps")
+    add("--steps", type=int, default=40, help="training steps")
     add("--seed", type=int, default=0)
     flags = parser.parse_args(argv)
     if bool(flags.text) == bool(flags.evaluate):

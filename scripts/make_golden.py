@@ -213,7 +213,7 @@ def tiny_models() -> dict[str, Tiny]:
     }
     return {
         "deepseek_v2": Tiny(deepseek_v2, seed=18, variants={"greedy": greedy}),
-        "deepseek_v2_lite": Tiny(deepseek_v2_lite, seed=18, variants={"plain_rope": plain_rope}),
+        "deepseek_v2_lite": Tiny(deepseek_v2_lite, seed=19, variants={"plain_rope": plain_rope}),
         "gemma4": Tiny(gemma4, seed=18),
         "gemma4_text": Tiny(gemma4_text, seed=18),
         "llama": Tiny(llama, seed=11),

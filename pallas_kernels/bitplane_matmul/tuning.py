@@ -28,7 +28,7 @@ def _table() -> dict:
     return json.loads(Path(__file__).with_name("tuned.json").read_text())
 
 
-def token_blocks(tokens: float) -> int:
+def token_blocks(tokens: float | int) -> int:
     """Blocks of four tokens in a unit, for experts that see about this many tokens."""
     sizes = _table()["token_blocks"]
     wanted = [size for size in sizes if size * TOKENS_PER_BLOCK >= tokens]
@@ -57,7 +57,7 @@ def grouped() -> dict[str, int]:
     return _table()["grouped"]
 
 
-def is_large(tokens: float) -> bool:
+def is_large(tokens: float | int) -> bool:
     """Whether experts that see about this many tokens are better dequantised first."""
     return tokens > _table()["most_small_tokens"]
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_doubles import StackedExperts, no_compilation
 
+from pallas_kernels.implementation import Implementation
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.sequence import Request
@@ -66,7 +67,7 @@ def model() -> CausalLm:
     return registry.random_model(registry.read_config(CONFIG), "paged", jnp.bfloat16)
 
 
-def make_engine(model: CausalLm, mib: int, implementation="auto") -> Engine:
+def make_engine(model: CausalLm, mib: int, implementation: Implementation = "auto") -> Engine:
     config = EngineConfig(
         memory_budget_bytes=mib << 20,
         slots=16,
@@ -86,7 +87,8 @@ def requests(count: int, prompt: int, new: int) -> list[Request]:
 def test_kernels_and_references_generate_alike(model):
     """bf16 sums differ in order, so late tokens may part; the first ones must not."""
     texts = []
-    for implementation in ("xla", "auto"):
+    both: tuple[Implementation, ...] = ("xla", "auto")
+    for implementation in both:
         engine = make_engine(model, 4096, implementation)
         sequences = [engine.submit(request) for request in requests(4, 300, 8)]
         list(engine.run())

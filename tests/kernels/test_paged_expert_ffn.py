@@ -1,4 +1,4 @@
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 import jax
@@ -8,12 +8,14 @@ import pytest
 from paged_pool import lowered_for_h200
 
 from pallas_kernels.implementation import Implementation
+from pallas_kernels.page_layout import MatrixLayout
 from pallas_kernels.paged_expert_ffn import Activation, ModulePages, paged_expert_ffn
 from pallas_kernels.paged_expert_ffn.reference import dequantize_expert
-from pallas_kernels.random_experts import SHAPES, Shape, random_experts, shift_pages
+from pallas_kernels.random_experts import SHAPES, Shape, pages_needed, random_experts, shift_pages
 
 WIDTHS = (3, 4, 5, 6, 7, 8)
 ODD = Shape("odd", 6, 1408, 704, 4, 8)  # 44 and 22 words a row
+DEQUANTIZE = jax.jit(dequantize_expert, static_argnums=3)
 DEMO = Shape("demo", 6, 256, 128, 8, 8)
 
 
@@ -34,16 +36,16 @@ class Experts:
         self.layouts = [shape.layout(name, page_words) for name in ("gate_up", "down")]
         pools, self.modules = [], []
         for layout in self.layouts:
-            pool, module = random_experts(layout, bits, seed)
+            # as many pages at every width: one compilation serves all of them
+            spare = pages_needed(layout, (8,) * shape.experts) - pages_needed(layout, bits)
+            pool, module = random_experts(layout, bits, seed, 16 + spare)
             self.modules.append(shift_pages(module, sum(len(one) for one in pools)))
             pools.append(pool)
         self.pool = jnp.concatenate(pools)
 
     def weight(self, module: int, expert: int) -> np.ndarray:
-        one = jax.jit(dequantize_expert, static_argnums=3)(
-            self.pool, self.modules[module], jnp.int32(expert), self.layouts[module]
-        )
-        return np.asarray(one, np.float64)
+        arguments = (self.pool, self.modules[module], jnp.int32(expert))
+        return np.asarray(DEQUANTIZE(*arguments, self.layouts[module]), np.float64)
 
     def expected(
         self, x: jax.Array, ids: np.ndarray, weights: np.ndarray, activation: Activation
@@ -64,9 +66,23 @@ class Experts:
             np.add.at(out, token, product * weights[token, choice][:, None])
         return out
 
-    def options(self, activation: Activation) -> dict:
-        gate_up, down = self.layouts
-        return {"gate_up_layout": gate_up, "down_layout": down, "activation": activation}
+
+@cache
+def compiled(
+    implementation: Implementation,
+    gate_up_layout: MatrixLayout,
+    down_layout: MatrixLayout,
+    activation: Activation,
+):
+    return jax.jit(
+        partial(
+            paged_expert_ffn,
+            gate_up_layout=gate_up_layout,
+            down_layout=down_layout,
+            activation=activation,
+            implementation=implementation,
+        )
+    )
 
 
 class PagedExpertFfnTests:
@@ -93,13 +109,7 @@ class PagedExpertFfnTests:
         values[:, 5] *= 100  # an outlier channel, as real activations have
         x = jnp.asarray(values, dtype)
         weights = rng.random((tokens, 2)).astype(np.float32)
-        run = jax.jit(
-            partial(
-                paged_expert_ffn,
-                implementation=self.implementation,
-                **experts.options(activation),
-            )
-        )
+        run = compiled(self.implementation, *experts.layouts, activation)
         arguments = (x, jnp.asarray(ids), jnp.asarray(weights))
         out = np.asarray(run(*arguments, experts.pool, *experts.modules), np.float64)
         expected = experts.expected(x, ids, weights, activation)
@@ -145,8 +155,9 @@ class TestPallasInterpret(PagedExpertFfnTests):
 class TestPallasGpu(PagedExpertFfnTests):
     implementation = "pallas"
 
-    @pytest.mark.parametrize("tokens", [1, 8, 16, 64, 700])
-    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize(
+        ("tokens", "activation"), [(1, "silu"), (16, "gelu_tanh"), (64, "silu"), (700, "gelu_tanh")]
+    )
     def test_short_rows(self, tokens, activation):
         self.check(ODD, WIDTHS, tokens, page_words=16384, activation=activation, seed=tokens)
 

@@ -190,7 +190,11 @@ def test_missing_field_is_named(name):
         (LLAMA | {"head_dim": 7}, "must be even"),
         (LLAMA | {"hidden_act": "mish"}, "activation 'mish' is not supported"),
         (LLAMA | {"eos_token_id": "</s>"}, "'eos_token_id' must be a token id"),
-        (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
+        (LLAMA | {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+        (
+            LLAMA | {"rope_scaling": {"type": "yarn"}},
+            "'original_max_position_embeddings' is missing",
+        ),
         (LLAMA | {"rope_scaling": {"type": "llama3"}}, "required field 'factor' is missing"),
         (LLAMA | {"rope_scaling": 8}, "'rope_scaling' must be an object"),
         (QWEN | {"num_experts_per_tok": 61}, "exceeds num_experts"),

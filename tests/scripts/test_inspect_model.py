@@ -12,6 +12,8 @@ PUBLISHED = {  # billions of parameters, and KV bytes a token in bfloat16
     "llama-3-70b": (70.6, 80 * 2 * 8 * 128 * 2),
     "llama-65b": (65.2, 80 * 2 * 64 * 128 * 2),
     "opt-30b": (30.0, 48 * 2 * 56 * 128 * 2),
+    "gemma-4-26b-a4b": (25.2, (25 * 2 * 8 * 256 + 5 * 2 * 2 * 512) * 2),
+    "deepseek-v2-lite": (15.7, 27 * 2 * 16 * 192 * 2),
 }
 
 
