@@ -13,6 +13,7 @@ from checkpoints.tensor_files import read_json
 from checkpoints.text import sha256
 from pallas_kernels.bitplanes import WORD_BITS
 from pw_jax.errors import UserError
+from pw_jax.models.config import ExpertShape
 from pw_jax.quantizer.format import MAX_BITS, rows_per_table
 
 DTYPES = ("bfloat16", "float32")
@@ -64,22 +65,36 @@ class ConvertOptions:
             raise UserError(f"calibration tokens must be positive, not {self.calibration_tokens}")
 
 
+def shared_tables(where: str, shape: ExpertShape, parent_bits: int) -> dict[str, int]:
+    """How many rows share a table, for each module of an expert.
+
+    Args:
+        where: the folder or file, for the message.
+        shape: the experts.
+        parent_bits: the widest width.
+
+    Raises:
+        UserError: the experts' rows do not fill whole words of a bitplane.
+    """
+    embed, ffn = shape.embed, shape.ffn
+    if embed % WORD_BITS or ffn % WORD_BITS:
+        raise UserError(
+            f"{where}: experts of width {embed} and hidden width {ffn} cannot be stored in "
+            f"bitplanes; both must be multiples of {WORD_BITS}"
+        )
+    return {
+        "gate_up": rows_per_table(2 * ffn, embed, parent_bits),
+        "down": rows_per_table(embed, ffn, parent_bits),
+    }
+
+
 def make_manifest(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any]:
     """The manifest of a conversion, hashes of its inputs included; reads every file once."""
     config = checkpoint.model_config
     sources = [checkpoint.directory / "config.json", *checkpoint.files()]
     shared = {}
     if config.expert_shape is not None:
-        embed, ffn = config.expert_shape.embed, config.expert_shape.ffn
-        if embed % WORD_BITS or ffn % WORD_BITS:
-            raise UserError(
-                f"{checkpoint.directory}: experts of width {embed} and hidden width {ffn} cannot "
-                f"be stored in bitplanes; both must be multiples of {WORD_BITS}"
-            )
-        shared = {
-            "gate_up": rows_per_table(2 * ffn, embed, options.parent_bits),
-            "down": rows_per_table(embed, ffn, options.parent_bits),
-        }
+        shared = shared_tables(str(checkpoint.directory), config.expert_shape, options.parent_bits)
     calibration = None
     if options.calibration is not None:
         calibration = {

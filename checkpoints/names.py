@@ -85,7 +85,14 @@ class FamilyNames:
                 own = ours + name.removeprefix(theirs)
         found = (rule.match(own) for rule in self.rules)
         piece = next((piece for piece in found if piece is not None), Piece(own, own))
-        return replace(piece, source=name)
+        return replace(piece, source=name, own=own)
+
+    def in_file(self, name: str, names: Iterable[str]) -> str:
+        """Our ``name`` with the beginning that the ``names`` of a file have."""
+        for theirs, ours in self.prefixes:
+            if name.startswith(ours) and any(other.startswith(theirs) for other in names):
+                return theirs + name.removeprefix(ours)
+        return name
 
 
 def separate_experts(
@@ -163,12 +170,14 @@ class Piece:
         target: our name.
         expert: its index along the target's first axis; None if it fills that axis.
         part: all rows, or the gate (first) or up (second) half of them.
+        own: the source with our beginning.
     """
 
     source: str
     target: str
     expert: int | None = None
     part: Part = "all"
+    own: str = ""
 
     def shape(self, target: tuple[int, ...]) -> tuple[int, ...]:
         """The shape the tensor must have to fit a target of shape ``target``."""
@@ -241,7 +250,9 @@ def match_names(
             wrong, right = list(tensor.shape), list(piece.shape(shape))
             problems.add("wrong shape:", f"{name} ({wrong}, not {right})")
     for target, shape in expected.items():
-        _check_cover(target, shape, pieces.get(target, []), family.rules, problems)
+        missing = _check_cover(target, shape, pieces.get(target, []), family.rules, problems)
+        for name in missing:
+            problems.add("missing:", family.in_file(name, tensors))
     problems.raise_if_any(where)
     return {target: tuple(found) for target, found in pieces.items()}
 
@@ -252,16 +263,14 @@ def _check_cover(
     pieces: list[Piece],
     rules: tuple[Rule, ...],
     problems: _Problems,
-) -> None:
-    """Notes what is missing from ``target`` and what fills a place that another piece fills."""
+) -> list[str]:
+    """Notes what fills a place that another piece fills, and returns what ``target`` lacks."""
     whole = [piece for piece in pieces if piece.expert is None]
     if whole or not pieces:
-        if not pieces:
-            problems.add("missing:", target)
         for piece in pieces:
             if piece is not whole[0]:
                 problems.add("given twice:", f"{piece.source} (also {whole[0].source})")
-        return
+        return [] if pieces else [target]
     seen: dict[tuple[int | None, Part], str] = {}
     for piece in pieces:
         place = (piece.expert, piece.part)
@@ -269,6 +278,7 @@ def _check_cover(
             problems.add("given twice:", f"{piece.source} (also {seen[place]})")
         seen[place] = piece.source
     parts: tuple[Part, ...] = ("all",) if pieces[0].part == "all" else ("gate", "up")
+    missing = []
     for expert in range(shape[0]):
         for part in parts:
             if (expert, part) not in seen:
@@ -276,7 +286,8 @@ def _check_cover(
                 names = [name for name in spelt if name is not None]
                 # Of several spellings the one that the other tensors of the file have.
                 likeness = [
-                    len(commonprefix((name, pieces[0].source)))  # noqa: RUF071 (not paths)
+                    len(commonprefix((name, pieces[0].own)))  # noqa: RUF071 (not paths)
                     for name in names
                 ]
-                problems.add("missing:", names[likeness.index(max(likeness))])
+                missing.append(names[likeness.index(max(likeness))])
+    return missing

@@ -256,7 +256,7 @@ class Case:
 
 
 def run(models: list[str], report: Callable[[Record], None]) -> None:
-    """Measures the named models' shapes; compiles all in threads first."""
+    """Measures the named models' shapes; compiles in threads ahead."""
     shapes = [shape for shape in SHAPES if not models or shape.model in models]
     cases = [Case(shape, module) for shape in shapes for module in MODULES]
     with ThreadPoolExecutor(12) as threads:

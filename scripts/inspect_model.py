@@ -15,7 +15,7 @@ from _command import run
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints.manifest import ConvertOptions
+from checkpoints.manifest import ConvertOptions, shared_tables
 from checkpoints.tensor_files import read_json
 from pw_jax.errors import UserError
 from pw_jax.models import registry
@@ -27,7 +27,6 @@ from pw_jax.paging.layout import (
     choose_page_words,
     paging_layout,
 )
-from pw_jax.quantizer.format import rows_per_table
 
 KV_DTYPE = "bfloat16"
 BFLOAT16_BYTES = 2
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None) -> None:
     path = flags.config / "config.json" if flags.config.is_dir() else flags.config
     config = registry.read_config(read_json(path), str(path))
     widths = ConvertOptions(seed_bits=flags.seed_bits, parent_bits=flags.parent_bits)
-    layout = _layout(config, widths, flags.page_kib)
+    layout = _layout(str(path), config, widths, flags.page_kib)
     sizes = {"config": str(flags.config), **summary(config, layout)}
     if flags.json:
         print(json.dumps(sizes))
@@ -60,16 +59,17 @@ def main(argv: Sequence[str] | None) -> None:
         Console().print(table)
 
 
-def _layout(config: ModelConfig, widths: ConvertOptions, page_kib: float | None) -> PagingLayout:
+def _layout(
+    where: str, config: ModelConfig, widths: ConvertOptions, page_kib: float | None
+) -> PagingLayout:
     """The layouts that an engine would use."""
     shape = config.expert_shape
     expert_format = None
     if shape is not None:
-        shared = (
-            rows_per_table(2 * shape.ffn, shape.embed, widths.parent_bits),
-            rows_per_table(shape.embed, shape.ffn, widths.parent_bits),
+        shared = shared_tables(where, shape, widths.parent_bits)
+        expert_format = ExpertFormat(
+            widths.seed_bits, widths.parent_bits, (shared["gate_up"], shared["down"])
         )
-        expert_format = ExpertFormat(widths.seed_bits, widths.parent_bits, shared)
     page_words = (
         choose_page_words(config.kv_shapes, kv_dtype=KV_DTYPE, expert_shape=shape)
         if page_kib is None
@@ -150,8 +150,9 @@ def tables(sizes: dict[str, Any]) -> list[Table]:
 
 
 def _model_table(sizes: dict[str, Any]) -> Table:
-    out = Table("what", "size", title=f"{sizes['config']} ({sizes['model_type']})")
-    out.columns[1].justify = "right"
+    out = Table(title=f"{sizes['config']} ({sizes['model_type']})")
+    out.add_column("what")
+    out.add_column("size", justify="right")
     rows = {
         "layers": f"{sizes['layers']}",
         "parameters": f"{sizes['parameters'] / 1e9:.2f} B",

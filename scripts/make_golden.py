@@ -127,6 +127,7 @@ def tiny_models() -> dict[str, Tiny]:
         "sliding_window": 5,
         "head_dim": 8,
         "global_head_dim": 16,  # so that 2 of 8 pairs rotate
+        "num_global_key_value_heads": 1,  # only where keys are values
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 96,
         "final_logit_softcapping": 8.0,
@@ -139,7 +140,6 @@ def tiny_models() -> dict[str, Tiny]:
         top_k_experts=2,
         moe_intermediate_size=32,
         attention_k_eq_v=True,
-        num_global_key_value_heads=1,
     )
     gemma4 = transformers.Gemma4Config(  # dense, its full layers have v_proj
         text_config=transformers.Gemma4TextConfig(**gemma4_shared),

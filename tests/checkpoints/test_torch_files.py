@@ -168,3 +168,26 @@ def test_without_torch_the_extra_is_named(tmp_path, monkeypatch):
 def test_a_file_that_vanished_is_named(tmp_path, save):
     with pytest.raises(UserError, match=r"gone\.bin does not exist"):
         torch_files.read_header(tmp_path / "gone.bin")
+
+
+def test_a_sharded_opt_30b_folder_loads(tmp_path, save):
+    """As the hub has it: .bin shards, float16, names that start at ``decoder.``, no head."""
+    pytest.importorskip("jax", reason="this file also runs where torch is and JAX is not")
+    from test_family_names import OPT, without_model
+    from tiny_moe import make_weights
+
+    from checkpoints.huggingface import Checkpoint, load_weights
+
+    weights = make_weights(OPT)
+    tensors = {name: a.astype(np.float16) for name, a in without_model(weights).items()}
+    names = sorted(tensors)
+    shards = {
+        f"pytorch_model-0000{part + 1}-of-00002.bin": {n: tensors[n] for n in names[part::2]}
+        for part in range(2)
+    }
+    write_shards(tmp_path, save, shards)
+    (tmp_path / "config.json").write_text(json.dumps(OPT))
+    loaded = load_weights(Checkpoint(tmp_path), np.float32)
+    assert loaded.keys() == weights.keys()
+    for name, array in weights.items():
+        np.testing.assert_array_equal(loaded[name], array.astype(np.float16), err_msg=name)
