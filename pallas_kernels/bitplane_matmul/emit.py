@@ -97,8 +97,31 @@ class Word:
         return arith.cmpi(arith.CmpIPredicate.eq, self.value, self._other(other))
 
     def wide(self) -> "Word":
-        """Extended to 64 bits."""
+        """Extended to 64 bits with zeros."""
         return Word(arith.extui(i64(), self.value))
+
+    def wide_signed(self) -> "Word":
+        """Extended to 64 bits with its sign."""
+        return Word(arith.extsi(i64(), self.value))
+
+
+@dataclass(frozen=True)
+class Float:
+    """One float32 register; Python floats in its operators become constants."""
+
+    value: Any
+
+    def _other(self, other: "Float | float") -> Any:
+        if isinstance(other, Float):
+            return other.value
+        kind = ir.F32Type.get()
+        return arith.constant(kind, ir.FloatAttr.get(kind, other))
+
+    def __add__(self, other: "Float | float") -> "Float":
+        return Float(arith.addf(self.value, self._other(other)))
+
+    def __mul__(self, other: "Float | float") -> "Float":
+        return Float(arith.mulf(self.value, self._other(other)))
 
 
 def word(value: int) -> Word:
@@ -245,37 +268,29 @@ def loop(start: Word, stop: Word, step: Word, carry: Sequence[Word], body: Calla
     return [Word(value) for value in operation.results]
 
 
-def as_float(signed: Word) -> Any:
+def as_float(signed: Word) -> Float:
     """A signed integer register as float32."""
-    return arith.sitofp(ir.F32Type.get(), signed.value)
+    return Float(arith.sitofp(ir.F32Type.get(), signed.value))
 
 
-def bits_as_float(bits: Word) -> Any:
+def bits_as_float(bits: Word) -> Float:
     """A register's bits read as float32."""
-    return arith.bitcast(ir.F32Type.get(), bits.value)
+    return Float(arith.bitcast(ir.F32Type.get(), bits.value))
 
 
-def float_as_bits(value: Any) -> Word:
+def float_as_bits(number: Float) -> Word:
     """The bits of a float32."""
-    return Word(arith.bitcast(i32(), value))
+    return Word(arith.bitcast(i32(), number.value))
 
 
-def float_constant(value: float) -> Any:
-    """A float32 constant."""
-    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+def _approximate(operation: str, number: Float) -> Float:
+    text = f"{{ .reg .f32 a, b; mov.b32 a, $1; {operation}.approx.f32 b, a; mov.b32 $0, b; }}"
+    return bits_as_float(assemble(text, 1, [float_as_bits(number)])[0])
 
 
-def sigmoid(value: Any) -> Any:
-    """1 / (1 + exp(-value)), good to about 1e-6."""
-    scaled = float_as_bits(arith.mulf(value, float_constant(-1.4426950408889634)))
-    power = assemble(
-        "{ .reg .f32 a, b; mov.b32 a, $1; ex2.approx.f32 b, a; mov.b32 $0, b; }", 1, [scaled]
-    )[0]
-    total = float_as_bits(arith.addf(bits_as_float(power), float_constant(1.0)))
-    inverse = assemble(
-        "{ .reg .f32 a, b; mov.b32 a, $1; rcp.approx.f32 b, a; mov.b32 $0, b; }", 1, [total]
-    )[0]
-    return bits_as_float(inverse)
+def sigmoid(number: Float) -> Float:
+    """1 / (1 + exp(-number)), good to about 1e-6."""
+    return _approximate("rcp", _approximate("ex2", number * -1.4426950408889634) + 1.0)
 
 
 def compile_kernel(

@@ -9,8 +9,6 @@ lane ever needs another's bits.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels.bitplane_matmul import emit
 from pallas_kernels.bitplane_matmul.emit import Word
 from pallas_kernels.bitplane_matmul.lookup import byte_codes, look_up_bytes
@@ -197,7 +195,7 @@ class RowReader:
         """
         wanted = chunk * (4 * self.words) + self.first_word
         clamped = wanted.minimum(self.geometry.words_per_row - self.words)
-        return Word(arith.extsi(emit.i64(), (clamped - self.first_word).value)) * 4
+        return (clamped - self.first_word).wide_signed() * 4
 
     def weights(self, chunk: Sequence[Word], index: int) -> list[list[list[list[Word]]]]:
         """Entries of one word of both rows as bytes: ``[part][row][r][h]``.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from jax._src.lib.mlir.dialects import arith
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.bitplane_matmul import emit, interpret
@@ -199,7 +198,7 @@ def _body(kernel: WarpMatmul, *refs: Any) -> None:
             with emit.when(width.equals(width_here)):
                 tile = _Tile(kernel, arrays, width_here, work, shared)
                 place, used = (emit.load(a + unit.wide() * 4)[0] for a in (first, tokens))
-                tile.write(tile.multiply(x, used), place, used, scale, out)
+                tile.write(tile.multiply(x), place, used, scale, out)
         return carry
 
     start = emit.block() * kernel.warps + warp
@@ -229,12 +228,8 @@ class _Tile:
             kernel.geometry, arrays, bits, work.expert, rows, kernel.words, shared
         )
 
-    def multiply(self, x: Word, tokens: Word) -> list[Word]:
-        """Sums over this item's part of K, flat: ``[part, token block, 4]``.
-
-        With fewer than four tokens the lanes of missing ones read a real one's words: what they
-        compute is not stored, and fewer lines pass through the first-level cache.
-        """
+    def multiply(self, x: Word) -> list[Word]:
+        """Sums over this item's part of K, flat: ``[part, token block, 4]``."""
         kernel = self.kernel
         blocks, depth = kernel.token_blocks, kernel.depth
         count = kernel.chunks // kernel.splits
@@ -243,10 +238,7 @@ class _Tile:
         x_chunk = kernel.words * step_bytes
         first = self.work.split * count
         x_at = x + self.work.unit.wide() * (kernel.chunks * x_chunk)
-        x_lane = self.lane
-        if blocks == 1:
-            x_lane = x_lane & ((emit.word(4) << tokens.minimum(3)) - 1)
-        x_at = x_at + first.wide() * x_chunk + x_lane.wide() * 16
+        x_at = x_at + first.wide() * x_chunk + self.lane.wide() * 16
         begin = first.wide() * chunk_bytes
         last = self.reader.last_offset(first + (count - 1))
 
@@ -327,9 +319,9 @@ class _Tile:
             values = []
             for row in range(2):
                 total = self._total(sums, token_block, row)
-                values.append(arith.mulf(total, arith.mulf(scales[row], token_scale)))
+                values.append(total * (scales[row] * token_scale))
             if kernel.gate is not None:
-                values = [arith.mulf(_activate(values[0], kernel.gate), values[1])]
+                values = [_activate(values[0], kernel.gate) * values[1]]
             row = self.work.split * kernel.out_rows + first + token
             base = out + row.wide() * (4 * kernel.columns_out)
             with emit.when(token.less(tokens)):
@@ -337,24 +329,20 @@ class _Tile:
                     with emit.when(column.less(kernel.columns_out)):
                         emit.store(base + column.wide() * 4, [emit.float_as_bits(value)])
 
-    def _total(self, sums: Sequence[Word], token_block: int, row: int) -> Any:
+    def _total(self, sums: Sequence[Word], token_block: int, row: int) -> emit.Float:
         """256 * (product with high bytes) + (product with low bytes), in float32."""
         total = None
         for part in reversed(range(self.parts)):
             where = 4 * (part * self.kernel.token_blocks + token_block) + 2 * row
-            high, low = emit.as_float(sums[where]), emit.as_float(sums[where + 1])
-            value = arith.addf(arith.mulf(high, emit.float_constant(256.0)), low)
-            if total is not None:
-                value = arith.addf(arith.mulf(total, emit.float_constant(256.0)), value)
-            total = value
+            value = emit.as_float(sums[where]) * 256.0 + emit.as_float(sums[where + 1])
+            total = value if total is None else total * 256.0 + value
+        assert total is not None
         return total
 
 
-def _activate(gate: Any, name: Gate) -> Any:
+def _activate(gate: emit.Float, name: Gate) -> emit.Float:
     """SiLU, or GELU by tanh: both are ``gate * sigmoid(argument)``."""
     if name == "silu":
-        return arith.mulf(gate, emit.sigmoid(gate))
-    square = arith.mulf(gate, gate)
-    cubic = arith.addf(arith.mulf(square, emit.float_constant(0.044715)), emit.float_constant(1.0))
-    argument = arith.mulf(arith.mulf(gate, cubic), emit.float_constant(1.5957691216057308))
-    return arith.mulf(gate, emit.sigmoid(argument))
+        return gate * emit.sigmoid(gate)
+    argument = gate * (gate * gate * 0.044715 + 1.0) * 1.5957691216057308
+    return gate * emit.sigmoid(argument)

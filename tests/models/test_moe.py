@@ -1,14 +1,26 @@
 """Routing and experts against loops over tokens."""
 
+import dataclasses
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels.paged_expert_ffn import Activation
+from pw_jax.errors import UserError
 from pw_jax.models.config import ExpertShape
+from pw_jax.models.layers import ACTIVATIONS
 from pw_jax.models.memory import SequenceMemory
-from pw_jax.models.moe import DenseExperts, PagedExperts, Router, routing_mass
+from pw_jax.models.moe import (
+    KERNEL_ACTIVATIONS,
+    DenseExperts,
+    PagedExperts,
+    Router,
+    routing_mass,
+)
 
 SHAPE = ExpertShape(experts=6, top_k=3, embed=16, ffn=8, activation="silu")
 MEMORY = SequenceMemory(jnp.ones((1, 5), bool))
@@ -104,6 +116,15 @@ def test_paged_experts_ask_the_memory():
     np.testing.assert_array_equal(experts(x, ids, weights, Pages(MEMORY.token_mask), 4), 2 * x)
     with pytest.raises(TypeError, match="need a memory with pages, got SequenceMemory"):
         experts(x, ids, weights, MEMORY, 4)
+
+
+def test_activations_are_called_as_the_kernels_do():
+    gelu = dataclasses.replace(SHAPE, activation="gelu_pytorch_tanh")
+    assert PagedExperts(gelu).activation == "gelu_tanh"
+    assert set(KERNEL_ACTIVATIONS) <= set(ACTIVATIONS)
+    assert set(KERNEL_ACTIVATIONS.values()) == set(get_args(Activation))
+    with pytest.raises(UserError, match="no activation 'relu', only gelu_pytorch_tanh, silu"):
+        PagedExperts(dataclasses.replace(SHAPE, activation="relu"))
 
 
 def test_padding_has_no_routing_mass():
