@@ -144,8 +144,8 @@ def load_dense(gguf: GgufLlama) -> CausalLm:
     return registry.set_weights(registry.build_model(config, dtype=jnp.bfloat16), weights)
 
 
-def perplexity(model: CausalLm, tokens: Tokens) -> float:
-    """Exponential of the mean negative log likelihood of all tokens but the first of a sequence."""
+def mean_loss(model: CausalLm, tokens: Tokens) -> float:
+    """Mean negative log likelihood, in nats, of all tokens but the first of a sequence."""
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -158,7 +158,7 @@ def perplexity(model: CausalLm, tokens: Tokens) -> float:
         return -jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
 
     batches = [tokens[i : i + BATCH] for i in range(0, len(tokens), BATCH)]
-    return float(np.exp(np.concatenate([losses(state, batch) for batch in batches]).mean()))
+    return float(np.concatenate([losses(state, batch) for batch in batches]).mean())
 
 
 def evaluate(gguf: GgufLlama, source: Path, artefact: Path, paths: Sequence[Path]) -> None:
@@ -168,12 +168,21 @@ def evaluate(gguf: GgufLlama, source: Path, artefact: Path, paths: Sequence[Path
     with tempfile.TemporaryDirectory() as folder:
         build(source, Path(folder), Calibration.load(artefact), lambda _: None)
         _, cut = load_dense_model(folder, jnp.bfloat16)
-    print(f"{'text':12} {'tokens':>7} {'dense':>8} {'MoE':>8} {'ratio':>7}")
+    rows: list[tuple[str, int, float, float]] = []
     for group, texts in sorted(read_groups(paths).items()):
         tokens = held_out(tokenizer, texts)
         if len(tokens):
-            before, after = perplexity(dense, tokens), perplexity(cut, tokens)
-            print(f"{group:12} {tokens.size:7} {before:8.3f} {after:8.3f} {after / before:7.4f}")
+            rows.append((group, tokens.size, mean_loss(dense, tokens), mean_loss(cut, tokens)))
+    if not rows:
+        raise UserError(f"the texts have no group of {BATCH * SEQUENCE} tokens or more")
+    total = sum(row[1] for row in rows)
+    before = sum(row[1] * row[2] for row in rows) / total
+    after = sum(row[1] * row[3] for row in rows) / total
+    rows.append(("all", total, before, after))
+    print(f"perplexity   {'tokens':>7} {'dense':>8} {'MoE':>8} {'ratio':>7}")
+    for group, count, before, after in rows:
+        ratio = np.exp(after - before)
+        print(f"{group:12} {count:7} {np.exp(before):8.3f} {np.exp(after):8.3f} {ratio:7.4f}")
 
 
 def held_out(tokenizer: Any, texts: list[str]) -> Tokens:

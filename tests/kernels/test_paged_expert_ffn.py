@@ -1,5 +1,5 @@
 from functools import cache, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,8 @@ def test_lowers_for_h200(shape: Shape, tokens_an_expert: int):
             (shape.experts, layout.parent_bits, layout.plane_pages),
             (shape.experts, layout.most_table_pages),
         )
-        pages.append(ModulePages(*(jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)))
+        arrays: list[Any] = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+        pages.append(ModulePages(*arrays))
     tokens = tokens_an_expert * shape.experts // 2
     function = partial(
         paged_expert_ffn,
