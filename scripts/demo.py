@@ -4,6 +4,7 @@ make demo
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -24,6 +25,10 @@ from pw_jax.engine.engine import Engine
 from pw_jax.engine.generation import finish, make_requests
 from pw_jax.engine.sampling import GREEDY
 from pw_jax.errors import UserError
+from pw_jax.planner.config import PlannerConfig
+
+FLOORS = PlannerConfig(bucket_floors=(4, 4, 4))
+"""All experts may fall to four bits: at three this small model begins to repeat itself."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,14 @@ def generate(model: Path, prompts: list[str], config: EngineConfig, new_tokens: 
     seconds = time.perf_counter() - started
     texts = [finish(sequence, engine.tokenizer).text.strip() for sequence in sequences]
     return DemoRun(engine, texts, seconds, before.mean(axis=(1, 2)), least.mean(axis=(1, 2)))
+
+
+def tight_budget(engine: Engine) -> int:
+    """Bytes for the weights that are arrays, experts at their floors, and the most KV pages seen."""
+    plan, precision = engine.plan, engine.precision
+    assert precision is not None
+    kv_pages = max(record.kv_pages for record in engine.trace)
+    return plan.array_bytes + (precision.floor_pages + kv_pages + 1) * plan.layout.page_bytes
 
 
 def report(console: Console, prompts: list[str], runs: dict[str, DemoRun]) -> None:
@@ -113,24 +126,18 @@ def main(argv: Sequence[str] | None) -> None:
     add("--model", type=Path, required=True, help="folder made by scripts/convert.py")
     add("--prompts", type=Path, required=True, help="file with a prompt a line")
     add("--out", type=Path, required=True, help="folder for the picture and the traces")
-    add("--tight-pool-mib", type=float, default=40.0, help="pool of the tight budget")
     add("--slots", type=int, default=4)
-    add("--max-new-tokens", type=int, default=120)
+    add("--max-new-tokens", type=int, default=96)
     flags = parser.parse_args(argv)
     try:
         lines = flags.prompts.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"cannot read --prompts {flags.prompts}: {error}") from None
     prompts = [line for line in lines if line.strip()]
-    sizes = {"slots": flags.slots, "max_sequence_tokens": 256}
-    roomy = generate(flags.model, prompts, EngineConfig(**sizes), flags.max_new_tokens)
-    tight_bytes = roomy.engine.plan.array_bytes + int(flags.tight_pool_mib * MIB)
-    tight = generate(
-        flags.model,
-        prompts,
-        EngineConfig(memory_budget_bytes=tight_bytes, **sizes),
-        flags.max_new_tokens,
-    )
+    config = EngineConfig(slots=flags.slots, max_sequence_tokens=256, planner=FLOORS)
+    roomy = generate(flags.model, prompts, config, flags.max_new_tokens)
+    config = dataclasses.replace(config, memory_budget_bytes=tight_budget(roomy.engine))
+    tight = generate(flags.model, prompts, config, flags.max_new_tokens)
     runs = {"roomy": roomy, "tight": tight}
     report(Console(), prompts, runs)
     flags.out.mkdir(parents=True, exist_ok=True)
