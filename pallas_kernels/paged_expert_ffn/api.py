@@ -10,7 +10,7 @@ from pallas_kernels.paged_expert_ffn.pages import Activation, ModulePages
 PROVEN_ON_GPU = False
 """Set once ``pytest -m gpu tests/kernels`` has passed on a GPU with the launches of tuned.json.
 
-Until then "auto" is the reference; see docs/kernels.md for what has run on a GPU.
+Until then "auto" is the reference; see docs/kernels_experts.md for what has run on a GPU.
 """
 
 
