@@ -263,7 +263,7 @@ def test_calibrate_then_evaluate(tmp_path, load, command, source):
     code, printed, error = command("calibrate_demo_moe", *arguments)
     assert (code, error) == (0, "")
     group, tokens, dense, cut, ratio = printed.splitlines()[1].split()
-    assert (group, int(tokens)) == ("prose_doc", 32 * 256)
+    assert (group, int(tokens)) == ("prose_doc", 64 * 256)
     assert float(cut) / float(dense) == pytest.approx(float(ratio), rel=1e-2)
 
 
