@@ -74,7 +74,7 @@ def generate(model: Path, prompts: list[str], config: EngineConfig, new_tokens: 
 
 
 def tight_budget(engine: Engine) -> int:
-    """Bytes for the weights that are arrays, experts at their floors, and the most KV pages seen."""
+    """Bytes for weights that are arrays, experts at their floors, and the most KV pages seen."""
     plan, precision = engine.plan, engine.precision
     assert precision is not None
     kv_pages = max(record.kv_pages for record in engine.trace)
