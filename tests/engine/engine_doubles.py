@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from checkpoints.huggingface import expert_name
+from pw_jax.engine.prompts import PromptCalibration
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
@@ -97,6 +98,7 @@ class MemoryExperts:
         return ExpertFormat(self.seed_bits, self.parent_bits, (gate_up, down))
 
     calibration = None
+    prompt_calibration: PromptCalibration | None = None
 
     def load_experts(self, layer: int, module: int) -> "StackedExperts":
         shape = self.model.config.expert_shape
