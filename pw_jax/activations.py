@@ -11,6 +11,7 @@ inputs, and the damage of each prompt, to fit its heads.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -37,6 +38,7 @@ class PromptDamages:
     Attributes:
         damage: ``sum_t sum_j x_tj^2 c_j`` over the tokens routed to an expert, [S, L, E, 2].
         routed: Tokens routed to each expert, [S, L, E].
+        mass: Router weight given to each expert, [S, L, E].
         norms: Sum, sum of squares and maximum of the norms of the MoE inputs, [S, L, 3].
         gate_up_square: Sum of ``x_j^2`` over all routed tokens, [L, E, D].
         down_square: Likewise of the inputs of down, [L, E, F].
@@ -44,6 +46,7 @@ class PromptDamages:
 
     damage: Float[np.ndarray, "S L E 2"]
     routed: Float[np.ndarray, "S L E"]
+    mass: Float[np.ndarray, "S L E"]
     norms: Float[np.ndarray, "S L 3"]
     gate_up_square: Float[np.ndarray, "L E D"]
     down_square: Float[np.ndarray, "L E F"]
@@ -59,9 +62,7 @@ class PromptDamages:
         expected = np.einsum("sle,lem->slm", self.routed, mean)
         found = self.damage.sum(axis=2)
         usable = (expected > 0) & (found > 0)
-        return np.where(
-            usable, np.log(np.where(usable, found / np.where(usable, expected, 1), 1)), 0
-        )
+        return np.log(np.divide(found, expected, out=np.ones_like(found), where=usable))
 
 
 def prompt_damages(
@@ -77,7 +78,7 @@ def prompt_damages(
     """
     check_tokens(model, tokens, np.ones(tokens.shape, bool))
     errors = tuple(jnp.asarray(error, jnp.float32) for error in column_errors)
-    rows = _run(model, tokens, lambda *seen: _prompt_of_layer(*seen, errors), report)
+    rows = _run(model, tokens, partial(_prompt_of_layer, errors), report)
     stacked = {name: [row[name] for row in rows] for name in rows[0]}
     squares = {
         name: np.sum(stacked.pop(name), axis=0, dtype=np.float64)
@@ -153,15 +154,14 @@ def _hidden(experts: DenseExperts, gate_up: Array) -> Array:
 
 
 def _prompt_of_layer(
+    errors: tuple[Array, ...],
     experts: DenseExperts,
     index: int,
     x: Array,
     gate_up: Array,
     chosen: Array,
     spread: Array,
-    errors: tuple[Array, ...],
 ) -> dict[str, Array]:
-    del spread
     x_square = jnp.einsum("me,md->ed", chosen, jnp.square(x))
     hidden_square = jnp.einsum("me,emf->ef", chosen, jnp.square(_hidden(experts, gate_up)))
     length = jnp.sqrt(jnp.square(x).sum(axis=1))
@@ -172,6 +172,7 @@ def _prompt_of_layer(
     return {
         "damage": jnp.stack(damage, axis=-1),
         "routed": chosen.sum(axis=0),
+        "mass": spread.sum(axis=0),
         "norms": jnp.stack([length.sum(), jnp.square(length).sum(), length.max()]),
         "gate_up_square": x_square,
         "down_square": hidden_square,

@@ -99,7 +99,7 @@ def calibrate(
     """
     mask = np.ones(tokens.shape, bool) if token_mask is None else token_mask
     check_tokens(model, tokens, mask)
-    measure = _measure_function(model)
+    measure = measure_function(model)
     sums: dict[str, np.ndarray] = {}
     for done, (sequence, real) in enumerate(zip(tokens, mask, strict=True), start=1):
         loss, statistics = measure(jnp.asarray(sequence, jnp.int32), jnp.asarray(real))
@@ -163,7 +163,7 @@ class _RecordingExperts:
         return self.experts(x, expert_ids, *rest)
 
 
-def _measure_function(model: CausalLm) -> Callable[[Array, Array], tuple[Array, dict[str, Array]]]:
+def measure_function(model: CausalLm) -> Callable[[Array, Array], tuple[Array, dict[str, Array]]]:
     """A jitted function from one sequence to its loss and what is summed over sequences."""
     config = model.config
     assert config.expert_shape is not None

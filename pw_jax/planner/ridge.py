@@ -49,14 +49,12 @@ def fit_heads(
 
 
 def _cross_error(x: np.ndarray, y: np.ndarray, strength: float) -> float:
-    fold = np.arange(len(y)) % FOLDS
-    errors = [
-        np.square(
-            y[fold == f] - _predict(x[fold == f], _ridge(x[fold != f], y[fold != f], strength))
-        )
-        for f in range(FOLDS)
-    ]
-    return float(np.concatenate(errors).sum())
+    total = 0.0
+    for fold in range(FOLDS):
+        out = np.arange(len(y)) % FOLDS == fold
+        weights = _ridge(x[~out], y[~out], strength)
+        total += float(np.square(y[out] - _predict(x[out], weights)).sum())
+    return total
 
 
 def _ridge(x: np.ndarray, y: np.ndarray, strength: float) -> np.ndarray:

@@ -80,7 +80,9 @@ def test_heads_are_linear_in_scaled_features_and_dropped_ones_say_nothing(prompt
     sums = sums_of(*prompt)
     weights = np.random.default_rng(1).standard_normal((LAYERS, 2, 4)) / 10
     kept = np.array([[True, False], [True, True]])
-    heads = Heads(np.full((LAYERS, 3), 0.5), np.full((LAYERS, 3), 2.0), weights, 0 * kept, kept)
+    heads = Heads(
+        np.full((LAYERS, 3), 0.5), np.full((LAYERS, 3), 2.0), weights, np.zeros((LAYERS, 2)), kept
+    )
     factor = prompt_factor({0: sums}, heads, PlannerConfig(prompt_residual="heads"), EXPERTS)
     assert factor is not None
     scaled = (sums.features() - 0.5) / 2.0
