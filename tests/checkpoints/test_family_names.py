@@ -146,9 +146,7 @@ def without_model(weights: Weights) -> Weights:
 
 @pytest.mark.parametrize("head", ["absent", "same", "other"])
 @pytest.mark.parametrize("spell", [as_ours, without_model])
-def test_opt_with_and_without_its_prefix(
-    tmp_path, spell: Callable[[Weights], Weights], head: str
-):
+def test_opt_with_and_without_its_prefix(tmp_path, spell: Callable[[Weights], Weights], head: str):
     weights = make_weights(OPT)
     tensors = spell(weights)
     embedding = weights["model.decoder.embed_tokens.weight"]
