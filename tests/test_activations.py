@@ -12,6 +12,11 @@ from pw_jax.models import registry
 from pw_jax.models.decoder import CausalLm
 from pw_jax.models.memory import SequenceMemory
 
+ONES = (
+    np.ones((LAYERS, EXPERTS, WIDTH), np.float32),
+    np.ones((LAYERS, EXPERTS, HIDDEN), np.float32),
+)
+
 
 @pytest.fixture(scope="module")
 def model() -> CausalLm:
@@ -61,8 +66,9 @@ def hidden_of(model, layer, expert, x):
 
 def test_prompt_damages_are_sums_over_routed_tokens(model, tokens, inputs):
     generator = np.random.default_rng(1)
-    errors = tuple(
-        generator.random((LAYERS, EXPERTS, size), np.float32) for size in (WIDTH, HIDDEN)
+    errors = (
+        generator.random((LAYERS, EXPERTS, WIDTH), np.float32),
+        generator.random((LAYERS, EXPERTS, HIDDEN), np.float32),
     )
     seen = prompt_damages(model, tokens, errors)
     assert seen.damage.shape == (3, LAYERS, EXPERTS, 2)
@@ -88,10 +94,9 @@ def test_prompt_damages_are_sums_over_routed_tokens(model, tokens, inputs):
 
 
 def test_prompts_like_the_others_have_a_ratio_of_one(model, tokens):
-    ones = tuple(np.ones((LAYERS, EXPERTS, size), np.float32) for size in (WIDTH, HIDDEN))
-    same = prompt_damages(model, np.stack([tokens[0]] * 3), ones)
+    same = prompt_damages(model, np.stack([tokens[0]] * 3), ONES)
     np.testing.assert_allclose(same.log_ratio(), 0.0, atol=1e-5)
-    assert np.abs(prompt_damages(model, tokens, ones).log_ratio()).max() > 1e-3
+    assert np.abs(prompt_damages(model, tokens, ONES).log_ratio()).max() > 1e-3
 
 
 def test_the_hessian_is_the_output_error_to_first_order(model, tokens, inputs):
@@ -138,8 +143,7 @@ def test_hessian_predicts_the_error_of_a_disturbed_matrix(model, tokens, inputs)
 
 
 def test_bad_tokens_are_refused(model):
-    ones = tuple(np.ones((LAYERS, EXPERTS, size), np.float32) for size in (WIDTH, HIDDEN))
     with pytest.raises(UserError, match="token id 48"):
-        prompt_damages(model, np.full((1, 4), VOCABULARY, np.int32), ones)
+        prompt_damages(model, np.full((1, 4), VOCABULARY, np.int32), ONES)
     with pytest.raises(UserError, match="without dense routed experts"):
         hessian(registry.random_model(CONFIG, experts="paged"), np.zeros((1, 4), np.int32))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -139,7 +139,7 @@ def tiny_config(raw: dict | None = None) -> ModelConfig:
     return registry.read_config(raw or TINY_MOE)
 
 
-def tiny_experts(seed: int = 0, **options: int) -> MemoryExperts:
+def tiny_experts(seed: int = 0, **options: Any) -> MemoryExperts:
     """A random tiny MoE model with its quantised experts."""
     return MemoryExperts(registry.random_model(tiny_config(), seed=seed), **options)
 

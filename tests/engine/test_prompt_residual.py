@@ -56,6 +56,7 @@ def test_prefill_sums_equal_those_of_whole_forward_passes(calibrated):
     assert sums.tokens == 40
     np.testing.assert_array_equal(sums.routed, expected.routed[0])
     np.testing.assert_allclose(sums.norms, expected.norms[0], rtol=1e-4)
+    assert sums.ratio is not None
     np.testing.assert_allclose(sums.ratio, expected.damage[0, :, :, 0], rtol=1e-3)
 
 
