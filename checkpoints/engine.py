@@ -11,8 +11,10 @@ from checkpoints.text import load_tokenizer
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.precision import CalibrationCounts
+from pw_jax.engine.prompts import PromptCalibration
 from pw_jax.models import registry
 from pw_jax.paging.layout import ExpertFormat
+from pw_jax.planner.residual import Heads
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,22 @@ class StoredExperts:
         if seen is None:
             return None
         return CalibrationCounts(seen["routing_mass"], seen["tokens_seen"], int(seen["tokens"]))
+
+    @property
+    def prompt_calibration(self) -> PromptCalibration | None:
+        """For the prompt correction; None if scripts/calibrate.py was not run."""
+        item = self.store.prompts
+        if item is None:
+            return None
+        heads = Heads(
+            center=item["head_center"],
+            scale=item["head_scale"],
+            weights=item["head_weights"],
+            r_squared=item["head_r_squared"],
+            kept=item["head_kept"].astype(bool),
+        )
+        error = item["gate_up_error"][:, :, self.store.widths.index(int(item["bits"]))]
+        return PromptCalibration(error, item["gate_up_mean_square"], heads)
 
     def load_experts(self, layer: int, module: int) -> ExpertArrays:
         """All experts of a module of the layer-th MoE layer."""

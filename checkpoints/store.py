@@ -4,7 +4,10 @@
     OUT/config.json, tokenizer    copied from the source
     OUT/dense/                    one item: every weight that is not a routed expert
     OUT/experts/layer_003.down/   one item a module: planes, tables, scales, damage of all experts
-    OUT/calibration/              one item, if calibrated: routing mass, tokens seen, marginals
+    OUT/calibration/              one item, if calibrated: routing mass, tokens seen, marginals;
+                                  after scripts/calibrate.py also damage, in place of the experts'
+    OUT/prompts/                  one item of scripts/calibrate.py: column errors, mean squares of
+                                  inputs and heads for the prompt correction
 
 Nothing in it depends on the devices that wrote it. Every load says where each array goes, since
 orbax would otherwise rebuild the mesh that saved it.
@@ -123,11 +126,15 @@ class Store:
     def load_experts(self, layer: int, module: Module) -> ExpertArrays:
         """Loads the pages of one module of one layer into host memory."""
         tree = load_item(item_path(self.directory, layer, module), None)
+        damage = tree["damage"]
+        if self.calibration is not None and "damage" in self.calibration:  # calibrated again since
+            index = self.model_config.moe_layers.index(layer)
+            damage = self.calibration["damage"][index, :, MODULES.index(module)]
         return ExpertArrays(
             tree["planes"],
             {int(bits): table for bits, table in tree["tables"].items()},
             {int(bits): scale for bits, scale in tree["scales"].items()},
-            tree["damage"],
+            damage,
         )
 
     @cached_property
@@ -137,6 +144,12 @@ class Store:
         None if the conversion had no calibration text.
         """
         path = self.directory / "calibration"
+        return load_item(path, None) if path.exists() else None
+
+    @cached_property
+    def prompts(self) -> dict[str, np.ndarray] | None:
+        """What scripts/calibrate.py measured for the prompt correction; None if it was not run."""
+        path = self.directory / "prompts"
         return load_item(path, None) if path.exists() else None
 
 

@@ -98,8 +98,8 @@ def calibrate(
             finite.
     """
     mask = np.ones(tokens.shape, bool) if token_mask is None else token_mask
-    _check(model, tokens, mask)
-    measure = _measure_function(model)
+    check_tokens(model, tokens, mask)
+    measure = measure_function(model)
     sums: dict[str, np.ndarray] = {}
     for done, (sequence, real) in enumerate(zip(tokens, mask, strict=True), start=1):
         loss, statistics = measure(jnp.asarray(sequence, jnp.int32), jnp.asarray(real))
@@ -117,9 +117,14 @@ def calibrate(
     return Calibration(**{k: v.astype(np.float32) for k, v in sums.items()}, tokens_seen=seen)
 
 
-def _check(model: CausalLm, tokens: np.ndarray, mask: np.ndarray) -> None:
+def check_tokens(model: CausalLm, tokens: np.ndarray, mask: np.ndarray) -> None:
+    """Refuses a model without dense experts, and tokens that do not fit it.
+
+    Raises:
+        UserError: Says which.
+    """
     config = model.config
-    if not config.moe_layers or len(_moe_blocks(model)) != len(config.moe_layers):
+    if not config.moe_layers or len(moe_blocks(model)) != len(config.moe_layers):
         raise UserError(
             f"a {config.model_type} model without dense routed experts cannot be calibrated"
         )
@@ -135,7 +140,7 @@ def _check(model: CausalLm, tokens: np.ndarray, mask: np.ndarray) -> None:
         )
 
 
-def _moe_blocks(model: CausalLm) -> list[tuple[Any, DenseExperts]]:
+def moe_blocks(model: CausalLm) -> list[tuple[Any, DenseExperts]]:
     """What holds dense experts as `experts`, in order, each with these.
 
     It is a layer's MLP, or the layer itself where experts run beside the MLP (Gemma 4).
@@ -158,7 +163,7 @@ class _RecordingExperts:
         return self.experts(x, expert_ids, *rest)
 
 
-def _measure_function(model: CausalLm) -> Callable[[Array, Array], tuple[Array, dict[str, Array]]]:
+def measure_function(model: CausalLm) -> Callable[[Array, Array], tuple[Array, dict[str, Array]]]:
     """A jitted function from one sequence to its loss and what is summed over sequences."""
     config = model.config
     assert config.expert_shape is not None
@@ -166,8 +171,8 @@ def _measure_function(model: CausalLm) -> Callable[[Array, Array], tuple[Array, 
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     expert_arrays = {
-        "gate_up": [experts.gate_up_proj[...] for _, experts in _moe_blocks(model)],
-        "down": [experts.down_proj[...] for _, experts in _moe_blocks(model)],
+        "gate_up": [experts.gate_up_proj[...] for _, experts in moe_blocks(model)],
+        "down": [experts.down_proj[...] for _, experts in moe_blocks(model)],
     }
 
     def loss_of(
@@ -175,7 +180,7 @@ def _measure_function(model: CausalLm) -> Callable[[Array, Array], tuple[Array, 
     ) -> tuple[Array, dict[str, Array]]:
         model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
         chosen: list[Array] = []
-        for index, (block, experts) in enumerate(_moe_blocks(model)):
+        for index, (block, experts) in enumerate(moe_blocks(model)):
             experts.gate_up_proj.set_value(arrays["gate_up"][index])
             experts.down_proj.set_value(arrays["down"][index])
             block.experts = cast(Any, _RecordingExperts(experts, chosen))

@@ -6,14 +6,16 @@ DIR is a folder made by scripts/convert.py (experts are paged) or a Hugging Face
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from _command import run
+from _watch import watched
 from rich.console import Console
 from rich.table import Table
 
@@ -22,8 +24,9 @@ from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.generation import Generation, finish, make_requests
 from pw_jax.engine.sampling import Sampling
+from pw_jax.engine.trace import write_trace
 from pw_jax.errors import UserError
-from pw_jax.planner.config import PlannerConfig
+from pw_jax.planner.config import PlannerConfig, PlannerKind, PromptMode
 
 MIB = 1 << 20
 
@@ -53,8 +56,52 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--stream", action="store_true", help="print the first prompt's text as it comes")
     add("--json", type=Path, metavar="PATH", help="write results here; - for standard output")
-    add("--trace", type=Path, metavar="PATH", help="write one JSON line a step here")
+    add("--trace", type=Path, metavar="PATH", help="write a JSON line a step, plan and move here")
+    add("--watch", action="store_true", help="show pages and bits while generating")
+    add_planner_flags(parser)
     return parser.parse_args(argv)
+
+
+def add_planner_flags(parser: argparse.ArgumentParser) -> None:
+    """Which planner runs, and what is taken out of it."""
+    group = parser.add_argument_group("planner")
+    group.add_argument(
+        "--planner",
+        choices=get_args(PlannerKind),
+        default="full",
+        help="all but full are there to compare with (default %(default)s)",
+    )
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt-residual",
+        choices=get_args(PromptMode),
+        default="off",
+        help="correct the damage for the running prompts; needs scripts/calibrate.py",
+    )
+    prompt.add_argument(
+        "--no-prompt-residual", action="store_const", const="off", dest="prompt_residual"
+    )
+    for name, what in {
+        "routing": "how often experts are chosen",
+        "sensitivity": "the calibrated sensitivity",
+        "page-movement": "moving pages after loading",
+    }.items():
+        group.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")
+
+
+def planner_config(flags: argparse.Namespace) -> PlannerConfig:
+    """The planner's settings from flags."""
+    config = PlannerConfig(
+        kind=flags.planner,
+        prompt_residual=flags.prompt_residual,
+        routing=not flags.no_routing,
+        sensitivity=not flags.no_sensitivity,
+        page_movement=not flags.no_page_movement,
+        random_seed=flags.seed,
+    )
+    if flags.min_bits is not None:
+        config = dataclasses.replace(config, bucket_floors=(flags.min_bits,) * 3)
+    return config
 
 
 def engine_config(flags: argparse.Namespace) -> EngineConfig:
@@ -69,9 +116,6 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
     elif flags.memory_budget_gib is not None:
         budget = int(flags.memory_budget_gib * 1024 * MIB)
     try:
-        planner = PlannerConfig()
-        if flags.min_bits is not None:
-            planner = PlannerConfig(bucket_floors=(flags.min_bits,) * 3)
         return EngineConfig(
             memory_budget_bytes=budget,
             slots=flags.slots,
@@ -79,7 +123,7 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
             prefill_chunk=flags.prefill_chunk,
             page_bytes=None if flags.page_kib is None else int(flags.page_kib * 1024),
             kv_dtype=flags.kv_dtype,
-            planner=planner,
+            planner=planner_config(flags),
         )
     except ValueError as problem:
         raise UserError(str(problem)) from problem
@@ -177,7 +221,7 @@ def main(argv: Sequence[str] | None) -> None:
     started = time.perf_counter()
     sequences = [engine.submit(request) for request in requests]
     shown = ""
-    for event in engine.run():
+    for event in watched(engine) if flags.watch else engine.run():
         if flags.stream and event.sequence is sequences[0]:
             text = tokenizer.decode(event.sequence.generated, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # half of a character
@@ -186,8 +230,8 @@ def main(argv: Sequence[str] | None) -> None:
     seconds = time.perf_counter() - started
     generations = [finish(sequence, tokenizer) for sequence in sequences]
     if flags.trace is not None:
-        lines = [json.dumps(record.as_dict()) for record in engine.trace]
-        flags.trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        moves = engine.precision.events if engine.precision is not None else ()
+        write_trace(flags.trace, engine.trace, moves)
     if flags.json is not None:
         report = json.dumps(as_json(engine, prompts, generations, seconds), indent=2)
         if str(flags.json) == "-":

@@ -23,10 +23,12 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def read_trace(path: Path) -> Records:
-    """Reads a trace: one JSON object a line."""
+    """Reads the steps of a trace: one JSON object a line, plans and moves left out."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        entries = [json.loads(line) for line in lines if line]
+        return [entry for entry in entries if entry.get("event", "step") == "step"]
+    except (OSError, UnicodeDecodeError, ValueError, AttributeError) as error:
         raise UserError(f"cannot read the trace {path}: {error}") from None
 
 

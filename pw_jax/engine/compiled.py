@@ -52,6 +52,7 @@ class CompiledSteps:
         output: A step output, or its shapes.
         expert_pages: A snapshot of the weight page table, or None.
         prefill_chunk: Tokens of one prefill step.
+        column_weight: What prefill needs for the direct prompt correction, or None.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class CompiledSteps:
         output: StepOutput,
         expert_pages: Any,
         prefill_chunk: int,
+        column_weight: jax.Array | None = None,
     ):
         slots = output.tokens.shape[0]
         blocks = tuple(table.shape[2] for table in caches.kv_pages)
@@ -91,6 +93,7 @@ class CompiledSteps:
                 scalar,
                 scalar,
                 no_sampling(1),
+                column_weight,
             )
             .compile()
         )

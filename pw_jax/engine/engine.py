@@ -15,12 +15,13 @@ from pw_jax.engine.compiled import CompiledSteps, no_new_pages, no_sampling
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make_requests
 from pw_jax.engine.kv_cache import KvCache, fill_new_pages
-from pw_jax.engine.memory_plan import plan_memory
+from pw_jax.engine.memory_plan import column_weight_bytes, plan_memory
 from pw_jax.engine.precision import ExpertSource, Precision
 from pw_jax.engine.sampling import GREEDY, Sampling
 from pw_jax.engine.sequence import Request, Sequence, check_request
 from pw_jax.engine.steps import Caches, StepOutput, Steps
 from pw_jax.engine.trace import StepRecord
+from pw_jax.engine.unread import PromptChunk, Unread
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
 from pw_jax.paging.allocator import Owner, PageAllocator
@@ -37,20 +38,6 @@ class TokenEvent(NamedTuple):
 
     sequence: Sequence
     token: int
-
-
-class _Unread(NamedTuple):
-    """A dispatched step whose tokens the host has not read.
-
-    Attributes:
-        output: On the device.
-        slots: Which slots drew a token, and for whom; a slot may have a new owner when it is read.
-        dispatched_tokens: Tokens that the engine had run when the step ended.
-    """
-
-    output: StepOutput
-    slots: list[tuple[int, Sequence]]
-    dispatched_tokens: int
 
 
 class Engine:
@@ -84,7 +71,10 @@ class Engine:
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
         self._weights = jax.device_put(leaves, sharding)
-        self.plan = plan_memory(model.config, config, experts, sum(w.nbytes for w in leaves))
+        array_bytes = sum(w.nbytes for w in leaves)
+        if experts is not None:
+            array_bytes += column_weight_bytes(model.config, config.planner)
+        self.plan = plan_memory(model.config, config, experts, array_bytes)
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)
@@ -103,27 +93,34 @@ class Engine:
             jax.device_put(np.zeros((moe_layers, experts_a_layer), np.float32), sharding),
         )
         self.precision: Precision | None = None
+        self._column_weight: jax.Array | None = None
         if experts is not None:
             self.precision = Precision.create(
                 self.layout, self.allocator, experts, config.planner, self._caches.pool
             )
             self._set_pool(self.precision.load(self._caches.pool, self.plan.weight_pages))
+            column_weight = self.precision.prompts.column_weight
+            if column_weight is not None:
+                self._column_weight = jax.device_put(column_weight, sharding)
+        observe = experts is not None and config.planner.prompt_statistics != "off"
         self._compiled = CompiledSteps(
-            Steps(graph, tree, self.layout, config.implementation),
+            Steps(graph, tree, self.layout, config.implementation, observe),
             self._weights,
             self._caches,
             self._output,
             self._expert_pages(),
             config.prefill_chunk,
+            self._column_weight,
         )
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[Unread] = deque()
         self._arrivals = 0
         self._turns = 0
         self._reads = 0
         self._dispatched_tokens = 0
         self._preemptions = 0
+        self._plan_seconds = 0.0
         self._started = time.perf_counter()
         self.trace: list[StepRecord] = []
 
@@ -203,16 +200,23 @@ class Engine:
         Returns:
             Tokens read in this turn.
         """
+        began = time.perf_counter()
+        self._plan_seconds = 0.0
         events: list[TokenEvent] = []
         if self.precision is not None:
-            self._set_pool(self.precision.advance(self._caches.pool, restore=not self._waiting))
+            with jax.profiler.TraceAnnotation("commit and restore"):
+                self._set_pool(self.precision.advance(self._caches.pool, restore=not self._waiting))
+            self._plan_seconds += time.perf_counter() - began
         self._admit()
-        prefilled = self._prefill_step(events)
-        decoded = self._decode_step(events)
+        with jax.profiler.TraceAnnotation("prefill"):
+            prefilled = self._prefill_step(events)
+        with jax.profiler.StepTraceAnnotation("decode", step_num=self._turns):
+            decoded = self._decode_step(events)
         just_dispatched = bool(prefilled) + bool(decoded)
-        while len(self._unread) > just_dispatched:
-            events += self._read()
-        self._record(prefilled, decoded)
+        with jax.profiler.TraceAnnotation("read tokens"):
+            while len(self._unread) > just_dispatched:
+                events += self._read()
+        self._record(prefilled, decoded, time.perf_counter() - began)
         return events
 
     def check_pages(self) -> None:
@@ -272,7 +276,7 @@ class Engine:
         chunk[:count] = sequence.tokens[start : start + count]
         sampling = no_sampling(1)
         _fill_sampling(sampling, 0, sequence.request)
-        self._caches, self._output = self._compiled.prefill(
+        self._caches, self._output, statistics = self._compiled.prefill(
             self._weights,
             self._caches,
             self._output,
@@ -283,6 +287,7 @@ class Engine:
             np.int32(start),
             np.int32(count),
             sampling,
+            self._column_weight,
         )
         sequence.cached += count
         self._dispatched_tokens += count
@@ -290,7 +295,10 @@ class Engine:
         if sequence.prefilled:
             sequence.dispatched += 1
             drawn.append((sequence.slot, sequence))
-        self._unread.append(_Unread(self._output, drawn, self._dispatched_tokens))
+        prompt = None
+        if statistics is not None:
+            prompt = PromptChunk(sequence, statistics, count, first=start == 0)
+        self._unread.append(Unread(self._output, drawn, self._dispatched_tokens, prompt))
         return count
 
     def _decode_step(self, events: list[TokenEvent]) -> int:
@@ -324,7 +332,7 @@ class Engine:
         )
         self._dispatched_tokens += len(ready)
         self._unread.append(
-            _Unread(self._output, [(s.slot, s) for s in ready], self._dispatched_tokens)
+            Unread(self._output, [(s.slot, s) for s in ready], self._dispatched_tokens)
         )
         return len(ready)
 
@@ -354,8 +362,11 @@ class Engine:
             return
         wanted = self.precision.pages_wanted(self.allocator.free - needed)
         if wanted > 0:
-            pool, _ = self.precision.relieve(self._caches.pool, wanted)
+            began = time.perf_counter()
+            with jax.profiler.TraceAnnotation("release"):
+                pool, _ = self.precision.relieve(self._caches.pool, wanted)
             self._set_pool(pool)
+            self._plan_seconds += time.perf_counter() - began
 
     def _preempt(self, sequence: Sequence) -> None:
         if len(self._running) == 1:
@@ -373,10 +384,19 @@ class Engine:
         self._kv.release(sequence)
         del self._running[sequence.slot]
         sequence.slot = -1
+        if self.precision is not None:
+            self.precision.prompts.forget(sequence.number)
 
     def _read(self) -> list[TokenEvent]:
         """Reads the oldest unread step: waits for it, and no longer."""
         step = self._unread.popleft()
+        if (
+            step.prompt is not None
+            and self.precision is not None
+            and step.prompt.sequence.slot >= 0
+        ):
+            sequence, statistics, count, first = step.prompt
+            self.precision.prompts.add(sequence.number, statistics, count, first=first)
         if not step.slots:
             return []
         tokens = np.asarray(step.output.tokens)
@@ -395,7 +415,7 @@ class Engine:
                 self._leave(sequence)
         return events
 
-    def _record(self, prefilled: int, decoded: int) -> None:
+    def _record(self, prefilled: int, decoded: int, seconds: float) -> None:
         self._turns += 1
         precision = self.precision
         self.trace.append(
@@ -413,6 +433,11 @@ class Engine:
                 lowered=precision.lowered if precision is not None else 0,
                 raised=precision.raised if precision is not None else 0,
                 preemptions=self._preemptions,
+                failed=precision.failed if precision is not None else 0,
+                bytes_moved=precision.bytes_moved if precision is not None else 0,
+                bits=precision.table.histogram() if precision is not None else None,
+                plan_seconds=self._plan_seconds,
+                step_seconds=seconds,
             )
         )
 

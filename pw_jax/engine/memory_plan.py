@@ -9,6 +9,7 @@ from pw_jax.engine.precision import ExpertSource
 from pw_jax.errors import UserError
 from pw_jax.models.config import ModelConfig
 from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
+from pw_jax.planner.config import PlannerConfig
 
 MIB = 1 << 20
 
@@ -45,7 +46,8 @@ def plan_memory(
     """Plans the memory of an engine.
 
     At load time experts may fill the pool but for the KV blocks that the planner keeps free anyway;
-    later the two share it as sequences grow.
+    later the two share it as sequences grow. If the planner moves no pages, KV pages for all slots
+    at full length are set aside instead.
 
     Raises:
         UserError: The budget leaves no room for a pool, the page size does not suit the model, or
@@ -91,14 +93,26 @@ def plan_memory(
             f"need {array_bytes / MIB:.1f} MiB, and the least pool "
             f"{reserve * layout.page_bytes / MIB:.1f} MiB more: raise the memory budget"
         )
+    weight_pages = pool_pages - reserve
+    if not config.planner.moves_pages:
+        set_aside = 1 + config.slots * layout.kv_pages(config.max_sequence_tokens)
+        weight_pages = max(0, min(weight_pages, pool_pages - set_aside))
     return MemoryPlan(
         budget,
         layout,
         array_bytes,
         pool_pages,
-        pool_pages - reserve,
+        weight_pages,
         tuple(group.blocks(config.max_sequence_tokens) for group in layout.kv_groups),
     )
+
+
+def column_weight_bytes(model: ModelConfig, planner: PlannerConfig) -> int:
+    """Bytes on the device that the direct prompt correction needs, as float32."""
+    shape = model.expert_shape
+    if shape is None or planner.prompt_statistics != "direct":
+        return 0
+    return 4 * len(model.moe_layers) * shape.experts * shape.embed
 
 
 def _roomy_budget(

@@ -1,13 +1,16 @@
 """Lowers and restores the precision of experts at step boundaries, as the planner says."""
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from pw_jax.engine.prompts import PromptCalibration, RunningPrompts
+from pw_jax.engine.trace import PlanEvent
 from pw_jax.paging.allocator import OutOfPagesError, PageAllocator
-from pw_jax.paging.host_pages import Block, ExpertArrays, HostPages
+from pw_jax.paging.host_pages import Block, ExpertArrays, HostPages, Transfer
 from pw_jax.paging.layout import MODULES, ExpertFormat, PagingLayout
 from pw_jax.paging.mover import Mover
 from pw_jax.paging.weight_pages import WeightPageTable
@@ -15,8 +18,10 @@ from pw_jax.planner.config import PlannerConfig
 from pw_jax.planner.damage import conditional_damage
 from pw_jax.planner.demand import pages_to_release, pages_to_restore, restorable
 from pw_jax.planner.initial import initial_bits
-from pw_jax.planner.plan import PlanInputs, plan_release, plan_restore
+from pw_jax.planner.kinds import floors_of, weigh
+from pw_jax.planner.plan import Plan, PlanInputs, plan_release, plan_restore
 from pw_jax.planner.routing import RoutingMass
+from pw_jax.planner.static import optimal_bits
 from sharding.placement import host_memory
 
 
@@ -48,6 +53,11 @@ class ExpertSource(Protocol):
         """What calibration saw; None if there was none: then damage is a plain squared error."""
         ...
 
+    @property
+    def prompt_calibration(self) -> PromptCalibration | None:
+        """For the prompt correction; None if scripts/calibrate.py was not run."""
+        ...
+
     def load_experts(self, layer: int, module: int) -> ExpertArrays:
         """All experts of a module (0 gate_up, 1 down) of the layer-th MoE layer."""
         ...
@@ -64,6 +74,9 @@ class Precision:
         table: The weight page table.
         lowered: Blocks lowered so far.
         raised: Blocks raised so far.
+        failed: Moves given up because a copy failed.
+        events: Plans and commits so far.
+        prompts: Statistics of the running prompts.
 
     Args:
         table: The weight page table.
@@ -73,6 +86,7 @@ class Precision:
         routing: Routing mass to start from.
         config: The planner's constants.
         kv_block_pages: Pages of one KV block over all layers.
+        prompts: Statistics of the running prompts.
     """
 
     def __init__(
@@ -84,8 +98,10 @@ class Precision:
         routing: RoutingMass,
         config: PlannerConfig,
         kv_block_pages: int,
+        prompts: RunningPrompts,
     ):
         self.table = table
+        self.prompts = prompts
         self._mover = mover
         self._allocator = allocator
         self._damage = damage
@@ -101,6 +117,8 @@ class Precision:
         )
         self.lowered = 0
         self.raised = 0
+        self.failed = 0
+        self.events: list[PlanEvent] = []
         self._step = 0
         self._last_change = np.zeros(damage.shape[:3], np.int64)
         self._seen_mass = np.zeros(routing.mass.shape)
@@ -140,7 +158,9 @@ class Precision:
             routing = RoutingMass.start(seen.routing_mass, seen.tokens, config)
         block_pages = sum(len(group.layers) for group in layout.kv_groups)
         table, mover = WeightPageTable(layout, allocator, host), Mover(layout, pool)
-        return cls(table, mover, allocator, damage, routing, config, block_pages)
+        of_prompts = source.prompt_calibration if config.prompt_statistics != "off" else None
+        prompts = RunningPrompts(config, of_prompts, layout.experts)
+        return cls(table, mover, allocator, damage, routing, config, block_pages, prompts)
 
     @property
     def mean_bits(self) -> float:
@@ -150,12 +170,21 @@ class Precision:
 
     @property
     def floor_pages(self) -> int:
-        """Pages that the weights hold when every block is at its floor."""
+        """Pages that the weights hold when every block is as low as it may go."""
+        if not self._config.moves_pages:
+            return len(self.table.used_pages())
         return int(self._floor_sizes().sum())
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes copied into the pool so far."""
+        return self._mover.bytes_moved
 
     @property
     def releasable_pages(self) -> int:
         """Pages that lowering everything to its floor, and dropping raises, would free."""
+        if not self._config.moves_pages:
+            return 0
         return len(self.table.used_pages()) - int(
             np.minimum(self._floor_sizes(), self._sizes(self.table.bits)).sum()
         )
@@ -166,14 +195,15 @@ class Precision:
         Raises:
             BudgetTooSmallError: Not even the floors fit.
         """
-        bits = initial_bits(
-            self._damage,
-            self._pages,
-            self._routing.multiplier(),
-            self._routing.floors(),
-            pages_budget,
-            self._seed_bits,
-        )
+        weighing = weigh(self._config, self._damage, self._pages, self._routing)
+        damage, floors = weighing.damage, weighing.floors
+        if self._config.kind == "static":
+            bits = optimal_bits(damage, self._pages, floors, pages_budget, self._seed_bits)
+        else:
+            multiplier = weighing.multiplier
+            bits = initial_bits(
+                damage, self._pages, multiplier, floors, pages_budget, self._seed_bits
+            )
         return self._mover.write(pool, self.table.place(bits.astype(np.int8)))
 
     def pages_wanted(self, free_pages: int) -> int:
@@ -195,23 +225,22 @@ class Precision:
         Returns:
             The pool and the pages freed; fewer than wanted if floors do not allow more.
         """
+        if not self._config.moves_pages:
+            return pool, 0
         before = self._allocator.free
         for block in reversed(list(self.table.loading)):
             if self._allocator.free - before >= pages:
                 break
-            self._mover.take(block)
-            self.table.cancel_raise(block)
+            self._cancel(block)
         missing = pages - (self._allocator.free - before)
         if missing > 0:
-            plan = plan_release(self._inputs(self._not_loading()), missing)
-            transfers = []
-            for step in plan:
-                self.lowered += 1
-                block = (step.layer, step.expert, step.module)
-                transfers += self.table.lower(block, step.to_bits)
-                self._last_change[block] = self._step
-            pool = self._mover.write(pool, transfers)
+            pool = self._lower(pool, missing)
         return pool, self._allocator.free - before
+
+    def cancel_moves(self) -> None:
+        """Gives up everything on its way: committed widths stay, reserved pages are returned."""
+        for block in list(self.table.loading):
+            self._cancel(block)
 
     def advance(self, pool: jax.Array, *, restore: bool = True) -> jax.Array:
         """One step boundary: commits raises whose copies have landed, and starts new ones.
@@ -221,14 +250,47 @@ class Precision:
             restore: False while sequences wait for pages, which they need more.
         """
         self._step += 1
-        for block in self._mover.landed():
+        landed, failed = self._mover.settled()
+        for block in failed:
+            self._fail(block)
+        transfers: list[Transfer] = []
+        for block in landed:
+            transfers += self._mover.take(block)
+            self._event("commit", blocks=[[*block, self._bits(block), self.table.loading[block]]])
             self.table.commit_raise(block)
             self._last_change[block] = self._step
             self.raised += 1
-            pool = self._mover.write(pool, self._mover.take(block))
-        if restore:
+        pool = self._mover.write(pool, transfers)
+        if restore and self._config.moves_pages:
             self._start_raises()
         return pool
+
+    def _lower(self, pool: jax.Array, pages: int) -> jax.Array:
+        plan = plan_release(self._inputs(self._not_loading()), pages)
+        self._plan_event("release", plan, pages)
+        steps: list[tuple[Block, int]] = [((s.layer, s.expert, s.module), s.to_bits) for s in plan]
+        try:  # the new tables travel first: after that, nothing can fail between commit and write
+            images = self._mover.send(self.table.table_image(*step) for step in steps)
+        except RuntimeError:
+            self.failed += len(steps)
+            self._event("failed", blocks=[[*block, self._bits(block), to] for block, to in steps])
+            return pool
+        transfers = []
+        for (block, bits), image in zip(steps, images, strict=True):
+            transfers += [Transfer(image, t.ids) for t in self.table.lower(block, bits)]
+            self._last_change[block] = self._step
+            self.lowered += 1
+        return self._mover.write(pool, transfers)
+
+    def _cancel(self, block: Block) -> None:
+        self._mover.take(block)
+        self._event("cancel", blocks=[[*block, self._bits(block), self.table.loading[block]]])
+        self.table.cancel_raise(block)
+
+    def _fail(self, block: Block) -> None:
+        self.failed += 1
+        self._cancel(block)
+        self._last_change[block] = self._step  # not tried again at once
 
     def _start_raises(self) -> None:
         # One step's worth at a time: the next boundary plans again with what it then finds.
@@ -238,23 +300,60 @@ class Precision:
         if available <= 0 or self._mover.staged_bytes:
             return
         movable = restorable(self._config, self._step, self._last_change, ~self._not_loading())
-        for step in plan_restore(self._inputs(movable), available):
+        plan = plan_restore(self._inputs(movable), available)
+        if len(plan):
+            self._plan_event("restore", plan, available)
+        for step in plan:
             block: Block = (step.layer, step.expert, step.module)
             try:
-                self._mover.start(block, self.table.begin_raise(block, step.to_bits))
+                transfers = self.table.begin_raise(block, step.to_bits)
             except OutOfPagesError:  # the old table is held until the new one has landed
                 return
+            try:
+                self._mover.start(block, transfers)
+            except RuntimeError:
+                self.failed += 1
+                self._event("failed", blocks=[[*block, self._bits(block), step.to_bits]])
+                self.table.cancel_raise(block)
+                self._last_change[block] = self._step
 
     def _inputs(self, movable: np.ndarray) -> PlanInputs:
-        return PlanInputs(
-            self.table.bits.astype(np.int64),
+        weighing = weigh(
+            self._config,
             self._damage,
             self._pages,
-            self._routing.multiplier(),
-            self._routing.floors(),
-            movable,
-            seed_bits=self._seed_bits,
+            self._routing,
+            self.prompts.factor(),
+            self.prompts.oracle(self._damage),
         )
+        return PlanInputs(
+            self.table.bits.astype(np.int64),
+            weighing.damage,
+            self._pages,
+            weighing.multiplier,
+            weighing.floors,
+            movable,
+            weighing.prompt_factor,
+            self._seed_bits,
+        )
+
+    def _bits(self, block: Block) -> int:
+        return int(self.table.bits[block])
+
+    def _plan_event(self, kind: str, plan: Plan, pages_wanted: int) -> None:
+        self._event(
+            kind,
+            blocks=plan.steps.tolist(),
+            pages_wanted=pages_wanted,
+            pages_released=plan.pages_released,
+            shortage=plan.shortage,
+            damage=plan.damage_added,
+            bound_gap=plan.bound_gap,
+        )
+
+    def _event(self, kind: str, blocks: Iterable[list[int]], **numbers: int | float) -> None:
+        moves = tuple(tuple(block) for block in blocks)
+        self.events.append(PlanEvent(self._step, kind, moves, numbers))
 
     def _not_loading(self) -> np.ndarray:
         still = np.ones(self._last_change.shape, bool)
@@ -264,7 +363,7 @@ class Precision:
 
     def _floor_sizes(self) -> Int[np.ndarray, "L E 2"]:
         widths = self.table.widths
-        floors = np.clip(self._routing.floors(), widths[0], widths[-1])
+        floors = np.clip(floors_of(self._config, self._routing), widths[0], widths[-1])
         return self._sizes(np.repeat(floors[..., None], len(MODULES), axis=-1))
 
     def _sizes(self, bits: Int[np.ndarray, "L E 2"]) -> Int[np.ndarray, "L E 2"]:

@@ -14,6 +14,7 @@ from pw_jax.engine.sampling import HostOrDevice, SamplingArrays, sample
 from pw_jax.models.decoder import CausalLm, Output
 from pw_jax.paging.layout import PagingLayout
 from pw_jax.paging.memory import PagedMemory
+from pw_jax.paging.observer import PromptObserver, PromptStatistics
 
 
 @jax.tree_util.register_dataclass
@@ -72,12 +73,14 @@ class Steps:
         weights_tree: Structure of its arrays.
         layout: Layouts of its pages.
         implementation: Which kernels run.
+        observe_prompts: Prefill also returns statistics of the prompt.
     """
 
     graph: nnx.GraphDef[CausalLm]
     weights_tree: Any  # a PyTreeDef, which is no type for checkers
     layout: PagingLayout
     implementation: Implementation = "auto"
+    observe_prompts: bool = False
 
     def decode(
         self,
@@ -120,7 +123,8 @@ class Steps:
         start: Int32[Array, ""],
         count: Int32[Array, ""],
         sampling: SamplingArrays,
-    ) -> tuple[Caches, StepOutput]:
+        column_weight: Float32[Array, "L E D"] | None = None,
+    ) -> tuple[Caches, StepOutput, PromptStatistics | None]:
         """Runs one chunk of one sequence and draws the token that follows it.
 
         Only the draw after a prompt's last chunk means anything; earlier ones are overwritten.
@@ -136,24 +140,28 @@ class Steps:
             start: Position of the chunk's first token.
             count: Real tokens in the chunk, at least 1.
             sampling: One row: how the sequence samples.
+            column_weight: For the direct prompt correction; see `PromptObserver`.
         """
         kv_pages = self._with_new_pages(caches, new_pages)
         index = jnp.arange(chunk.shape[0], dtype=jnp.int32)
         positions = jnp.where(index < count, start + index, -1)[None]
         own = tuple(jax.lax.dynamic_slice_in_dim(table, slot, 1, axis=1) for table in kv_pages)
         model = self._model(weights)
-        memory = self._memory(caches.pool, own, positions, expert_pages)
+        observer = PromptObserver(column_weight) if self.observe_prompts else None
+        memory = self._memory(caches.pool, own, positions, expert_pages, observer)
         out = model(chunk[None], jnp.maximum(positions, 0), memory)
         last = jax.lax.dynamic_slice_in_dim(out.hidden[0], count - 1, 1, axis=0)
         drawn = sample(model.logits(last), sampling, (start + count - 1)[None])
-        return _finish(out, kv_pages, previous.tokens.at[slot].set(drawn[0]), previous)
+        tokens = previous.tokens.at[slot].set(drawn[0])
+        seen = observer.statistics() if observer is not None else None
+        return *_finish(out, kv_pages, tokens, previous), seen
 
     def _model(self, weights: list[Array]) -> CausalLm:
         return nnx.merge(self.graph, jax.tree.unflatten(self.weights_tree, weights))
 
-    def _memory(self, pool, kv_pages, positions, expert_pages) -> PagedMemory:
+    def _memory(self, pool, kv_pages, positions, expert_pages, observer=None) -> PagedMemory:
         return PagedMemory(
-            pool, kv_pages, positions, expert_pages, self.layout, self.implementation
+            pool, kv_pages, positions, expert_pages, self.layout, self.implementation, observer
         )
 
     @staticmethod

@@ -1,6 +1,10 @@
-"""What happened at each step, for tables and plots."""
+"""What happened at each step, for tables and plots: one JSON object a line."""
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from heapq import merge
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +27,11 @@ class StepRecord:
         lowered: Blocks lowered since the engine was made ready.
         raised: Blocks raised likewise.
         preemptions: Sequences preempted likewise.
+        failed: Moves given up because a copy failed, likewise.
+        bytes_moved: Bytes copied from the host into the pool likewise, load included.
+        bits: Blocks at each committed width, by width.
+        plan_seconds: Time of this turn that went into planning and moving.
+        step_seconds: Time of this turn on the host, waiting for the step before included.
     """
 
     step: int
@@ -38,7 +47,47 @@ class StepRecord:
     lowered: int
     raised: int
     preemptions: int
+    failed: int = 0
+    bytes_moved: int = 0
+    bits: Mapping[int, int] | None = None
+    plan_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON values."""
-        return asdict(self)
+        return {"event": "step", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class PlanEvent:
+    """A plan, or what became of a move.
+
+    Attributes:
+        step: Number of the turn.
+        kind: "release" or "restore", a plan; "commit", a raise that has landed (a release commits
+            at once); "cancel", a raise that a release took the pages of; "failed", a move whose
+            copy failed.
+        moves: (MoE layer, expert, module, from bits, to bits) of each block.
+        numbers: Of a plan: pages wanted and released, shortage, damage and bound gap.
+    """
+
+    step: int
+    kind: str
+    moves: tuple[tuple[int, ...], ...]
+    numbers: Mapping[str, int | float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The event as JSON values."""
+        return {
+            "event": self.kind,
+            "step": self.step,
+            "moves": [list(move) for move in self.moves],
+            **self.numbers,
+        }
+
+
+def write_trace(path: Path, steps: Iterable[StepRecord], events: Iterable[PlanEvent]) -> None:
+    """Writes steps and events, each event before the step that it belongs to."""
+    lines = merge(events, steps, key=lambda entry: entry.step)
+    text = "".join(json.dumps(entry.as_dict()) + "\n" for entry in lines)
+    path.write_text(text, encoding="utf-8")

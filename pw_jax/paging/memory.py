@@ -12,6 +12,7 @@ from pallas_kernels.page_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_expert_ffn import Activation, ModulePages, paged_expert_ffn
 from pw_jax.paging.layout import PagingLayout
+from pw_jax.paging.observer import PromptObserver
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +28,7 @@ class PagedMemory:
         expert_pages: Pages of gate_up and of down of all MoE layers; None if experts are arrays.
         layout: Static layouts.
         implementation: Which kernels run.
+        observer: Is shown the MoE inputs while the step is traced, if given.
     """
 
     pool: UInt32[Array, "pages words"]
@@ -35,6 +37,7 @@ class PagedMemory:
     expert_pages: tuple[ModulePages, ModulePages] | None
     layout: PagingLayout = field(metadata={"static": True})
     implementation: Implementation = field(default="auto", metadata={"static": True})
+    observer: PromptObserver | None = field(default=None, metadata={"static": True})
 
     @property
     def token_mask(self) -> Bool[Array, "B T"]:
@@ -94,6 +97,8 @@ class PagedMemory:
         gate_up, down = (pages.layer(moe_index) for pages in self.expert_pages)
         gate_up_layout, down_layout = self.layout.matrices
         real = self.token_mask.reshape(-1, 1)
+        if self.observer is not None:
+            self.observer.see(moe_index, x, expert_ids, real[:, 0], self.layout.experts)
         return paged_expert_ffn(
             x,
             jnp.where(real, expert_ids, self.layout.experts),

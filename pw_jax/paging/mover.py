@@ -36,6 +36,7 @@ class Mover:
         self._padding: dict[int, jax.Array] = {}
         self._writers = {}
         self.bytes_moved = 0
+        """Bytes written into the pool so far."""
         sizes = set()
         for matrix in layout.matrices or ():
             sizes |= {matrix.plane_pages, *(matrix.table_pages(bits) for bits in matrix.widths)}
@@ -68,20 +69,30 @@ class Mover:
                 pool = self._writers[size](pool, tuple(images), jax.device_put(ids, self._target))
         return pool
 
+    def send(self, images: Iterable[jax.Array]) -> list[jax.Array]:
+        """Sends images ahead of a move that must not fail half-way."""
+        return [jax.device_put(image, self._target) for image in images]
+
     def start(self, block: Block, transfers: Iterable[Transfer]) -> None:
-        """Starts copies that run beside the steps."""
+        """Starts copies that run beside the steps; if one cannot be started, none is."""
         self._staged[block] = [
             Transfer(jax.device_put(transfer.image, self._target), transfer.ids)
             for transfer in transfers
         ]
 
-    def landed(self) -> list[Block]:
-        """Blocks all of whose copies have arrived on the device; does not wait."""
-        return [
-            block
-            for block, transfers in self._staged.items()
-            if all(transfer.image.is_ready() for transfer in transfers)  # pyright: ignore
-        ]
+    def settled(self) -> tuple[list[Block], list[Block]]:
+        """Blocks all of whose copies have arrived on the device, and those with a failed one.
+
+        Does not wait.
+        """
+        landed, failed = [], []
+        for block, transfers in self._staged.items():
+            try:
+                if all(transfer.image.is_ready() for transfer in transfers):  # pyright: ignore
+                    landed.append(block)
+            except RuntimeError:  # what JAX raises for a copy that went wrong
+                failed.append(block)
+        return landed, failed
 
     def take(self, block: Block) -> list[Transfer]:
         """Hands over a block's staged copies (to be written, or dropped after a cancel)."""

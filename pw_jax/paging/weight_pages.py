@@ -66,6 +66,11 @@ class WeightPageTable:
         """Committed widths (a copy); the last axis is gate_up, down."""
         return self._bits.copy()
 
+    def histogram(self) -> dict[int, int]:
+        """Blocks at each committed width, by width."""
+        counts = np.bincount(self._bits.reshape(-1), minlength=self.widths[-1] + 1)
+        return {bits: int(counts[bits]) for bits in self.widths}
+
     @property
     def loading(self) -> dict[Block, int]:
         """Blocks with a raise on the way, and the width they will have."""
@@ -101,6 +106,10 @@ class WeightPageTable:
             transfers += self.begin_raise(block, int(bits[block]))
             self.commit_raise(block)
         return transfers
+
+    def table_image(self, block: Block, bits: int) -> jax.Array:
+        """The host's page image of a table, to be sent ahead of a move."""
+        return self._host.table(block, bits)
 
     def lower(self, block: Block, bits: int) -> list[Transfer]:
         """Commits a lower width and returns the freed pages to the allocator.

@@ -1,6 +1,13 @@
 """Every constant of the planner, in one place."""
 
 import dataclasses
+from typing import Literal, get_args
+
+PlannerKind = Literal["full", "uniform", "random", "frequency", "static", "per_layer", "oracle"]
+"""What decides which blocks lose bits; see `pw_jax.planner.kinds`."""
+
+PromptMode = Literal["off", "heads", "direct"]
+"""Where the correction for the running prompts comes from; see `pw_jax.planner.residual`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +41,18 @@ class PlannerConfig:
             Releases do not wait: running out of pages is worse than moving a block twice.
         shrink_tokens: Calibration tokens that the mean of the layer counts for when the sensitivity
             of a rarely routed expert is drawn towards it.
+        kind: What decides; all but "full" are there to compare with.
+        routing: False takes routing out: no multipliers, and the coldest floor for all.
+        sensitivity: False takes the calibrated sensitivity out: a block's error then depends on
+            its width and size only.
+        page_movement: False fixes the widths at load time and sets pages for all slots at full
+            length aside.
+        prompt_residual: Correction for the running prompts; needs scripts/calibrate.py.
+        residual_strength: Exponent on the predicted ratio of prompt damage to global damage.
+        residual_limit: The correction stays within 1 / limit .. limit.
+        residual_tokens: Routed tokens that "no correction" counts for in the direct form, so that
+            an expert that a prompt used twice is not judged by two tokens.
+        random_seed: Of the kind "random".
     """
 
     bucket_edges: tuple[float, ...] = (0.5, 1.5)
@@ -46,6 +65,15 @@ class PlannerConfig:
     restore_pages_per_step: int = 256
     restore_residence_steps: int = 32
     shrink_tokens: float = 128.0
+    kind: PlannerKind = "full"
+    routing: bool = True
+    sensitivity: bool = True
+    page_movement: bool = True
+    prompt_residual: PromptMode = "off"
+    residual_strength: float = 1.0
+    residual_limit: float = 2.0
+    residual_tokens: float = 32.0
+    random_seed: int = 0
 
     def __post_init__(self):
         buckets = len(self.bucket_edges) + 1
@@ -71,3 +99,20 @@ class PlannerConfig:
                 "restore_residence_steps, restore_pages_per_step and shrink_tokens must not be "
                 "negative"
             )
+        for name, allowed in (("kind", PlannerKind), ("prompt_residual", PromptMode)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}")
+        if self.residual_strength < 0 or self.residual_limit < 1 or self.residual_tokens <= 0:
+            raise ValueError(
+                "need residual_strength >= 0, residual_limit >= 1 and residual_tokens > 0"
+            )
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether widths change after loading."""
+        return self.page_movement and self.kind != "static"
+
+    @property
+    def prompt_statistics(self) -> PromptMode:
+        """What prefill must collect."""
+        return "direct" if self.kind == "oracle" else self.prompt_residual

@@ -36,6 +36,26 @@ def damage(
     return (np.asarray(sums, np.float64) * (peak if total > 0 else 0.0)).astype(np.float32)
 
 
+def column_errors(
+    matrix: QuantizedMatrix, row_weight: Float[HostOrDevice, "N"]
+) -> Float32[np.ndarray, "widths K"]:
+    """``c_j = sum_r r_r (w_rj - w_rj(b))^2`` against parent bits, r scaled to a mean of 1."""
+    rows = np.asarray(row_weight, np.float64)
+    mean = rows.mean()
+    rows = rows / mean if mean > 0 else np.ones_like(rows)
+    return np.asarray(_column_error(matrix, jnp.asarray(rows, jnp.float32)))
+
+
+@jax.jit
+def _column_error(
+    matrix: QuantizedMatrix, row_weight: Float32[Array, "N"]
+) -> Float32[Array, "widths K"]:
+    parent = dequantize(matrix, matrix.parent_bits)
+    return jnp.stack(
+        [row_weight @ jnp.square(parent - dequantize(matrix, bits)) for bits in matrix.widths]
+    )
+
+
 @jax.jit
 def _weighted_error(
     weight: Float32[Array, "N K"],

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
 from checkpoints.huggingface import expert_name
+from pw_jax.engine.prompts import PromptCalibration
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
@@ -97,6 +98,7 @@ class MemoryExperts:
         return ExpertFormat(self.seed_bits, self.parent_bits, (gate_up, down))
 
     calibration = None
+    prompt_calibration: PromptCalibration | None = None
 
     def load_experts(self, layer: int, module: int) -> "StackedExperts":
         shape = self.model.config.expert_shape
@@ -137,7 +139,7 @@ def tiny_config(raw: dict | None = None) -> ModelConfig:
     return registry.read_config(raw or TINY_MOE)
 
 
-def tiny_experts(seed: int = 0, **options: int) -> MemoryExperts:
+def tiny_experts(seed: int = 0, **options: Any) -> MemoryExperts:
     """A random tiny MoE model with its quantised experts."""
     return MemoryExperts(registry.random_model(tiny_config(), seed=seed), **options)
 
