@@ -44,6 +44,7 @@ class RandomExperts:
 
     expert_format = ExpertFormat(3, 8, (2, 4))
     calibration = None
+    prompt_calibration = None
 
     def load_experts(self, layer: int, module: int) -> StackedExperts:
         rows, columns = ((2 * FFN, EMBED), (EMBED, FFN))[module]
