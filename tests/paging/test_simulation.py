@@ -11,7 +11,7 @@ from pw_jax.paging.weight_pages import WeightPageTable
 
 OPERATIONS = 100_000
 CHECK_EVERY = 100
-LAYERS, EXPERTS, FLOOR, PAGES = 2, 3, 4, 400
+LAYERS, EXPERTS, FLOOR, PAGES = 2, 3, 4, 300
 
 
 class NoCopies(HostPages):
