@@ -4,6 +4,7 @@ A ratio is always the fraction of parameters that is KEPT, counted over the line
 decoder layers. Biases, norms, embeddings and the head are not counted: they stay as they are.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,7 +112,7 @@ def _hull(cost: np.ndarray, loss: np.ndarray) -> list[tuple[int, int]]:
                 break
             corners.pop()
         corners.append(index)
-    return list(zip(corners, corners[1:], strict=False))
+    return list(itertools.pairwise(corners))
 
 
 def _fill(

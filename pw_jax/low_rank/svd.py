@@ -35,7 +35,7 @@ def spectrum(
 def factors(
     weight: Float64[np.ndarray, "N K"], left: Float64[np.ndarray, "N R"], rank: int
 ) -> tuple[Float64[np.ndarray, "N r"], Float64[np.ndarray, "r K"]]:
-    """u and v of a rank, from the spectrum of any method.
+    """Factors u and v of a rank, from the spectrum of any method.
 
     The best W' of rank r under ``|| (W - W') S ||`` is U U.T W with U the first r left singular
     vectors of W S: the scaling cancels, so nothing has to be inverted.
