@@ -119,11 +119,11 @@ def parameter_shapes(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def set_weights(model: CausalLm, weights: Mapping[str, Any]) -> CausalLm:
+def set_weights[ModuleT: nnx.Module](model: ModuleT, weights: Mapping[str, Any]) -> ModuleT:
     """Gives a model its weights.
 
     Args:
-        model: As from `build_model`; not changed.
+        model: As from `build_model`, or a part of one; not changed.
         weights: Arrays (numpy or JAX) under dotted names; cast to the parameters' dtype.
 
     Returns:
