@@ -37,15 +37,14 @@ class BlockShape:
     Attributes:
         entries: The ways in.
         last: The way out.
-        shared_key: MLA: columns of the kv latent behind its rank; 0 elsewhere. MLA's latents are
-            normalised, so every device needs them whole.
-        latent: It is MLA.
+        shared_key: MLA: columns of the kv latent behind its rank; 0 elsewhere.
+        latents: MLA: which ways in are factors in the model itself; they are so in any layout.
     """
 
     entries: tuple[Matrix, ...]
     last: Matrix
     shared_key: int = 0
-    latent: bool = False
+    latents: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +98,8 @@ def latent_attention_shape(
     heads: int,
     dims: tuple[int, int, int],
     ranks: tuple[int | None, int, int | None],
+    *,
+    q_is_latent: bool = True,
 ) -> BlockShape:
     """Latent attention (MLA).
 
@@ -107,6 +108,7 @@ def latent_attention_shape(
         heads: Heads.
         dims: Plain and rotated dimensions of a key, and the value's.
         ranks: Of q, kv and o; q and o may be whole.
+        q_is_latent: q has factors in the model itself, rather than by decomposition.
     """
     plain, turning, value = dims
     return BlockShape(
@@ -116,7 +118,7 @@ def latent_attention_shape(
         ),
         Matrix("o", heads * value, hidden, ranks[2]),
         shared_key=turning,
-        latent=True,
+        latents=("q", "kv") if q_is_latent else ("kv",),
     )
 
 
@@ -193,21 +195,21 @@ def wire_elements(layout: str, shape: BlockShape, devices: int, *, padded: bool 
 def weight_elements(layout: str, shape: BlockShape, devices: int) -> float:
     """Weights that a device stores, padding, biases and norms not counted.
 
-    ``gathered`` keeps the last factor of a block whole; MLA's down projections are whole in
-    ``dense`` and ``naive``.
+    ``gathered`` keeps the last factor of a block whole, and ``dense`` the down projections of MLA;
+    ``naive`` all first factors of MLA.
     """
     total = 0.0
     for matrix in (*shape.entries, shape.last):
-        if matrix.rank is None or (layout == "dense" and not _is_latent(shape, matrix)):
+        own = matrix.name in shape.latents
+        if matrix.rank is None or (layout == "dense" and not own):
             total += matrix.inputs * matrix.outputs / devices
             continue
-        shared = shape.shared_key if matrix.name == "kv" else 0
-        first = matrix.inputs * (matrix.rank + shared)
+        first = matrix.inputs * (matrix.rank + (shape.shared_key if matrix.name == "kv" else 0))
         second = matrix.rank * matrix.outputs
-        first_whole = _is_latent(shape, matrix) and layout in ("dense", "naive")
-        second_whole = layout == "gathered" and matrix is shape.last
-        total += first / (1 if first_whole else devices)
-        total += second / (1 if second_whole else devices)
+        last = matrix is shape.last
+        whole = layout == "dense" or (layout == "naive" and bool(shape.latents) and not last)
+        total += first / (1 if whole else devices)
+        total += second / (1 if layout == "gathered" and last else devices)
     return total
 
 
@@ -215,10 +217,6 @@ def kv_elements(layout: str, heads: int, kv_heads: int, head_dim: int, devices: 
     """Elements of keys and values that a device caches a token, padded and copied heads counted."""
     devices = 1 if layout == "naive" else devices
     return 2 * plan_heads(heads, kv_heads, devices).groups * head_dim
-
-
-def _is_latent(shape: BlockShape, matrix: Matrix) -> bool:
-    return shape.latent and matrix is not shape.last
 
 
 def _matrices(

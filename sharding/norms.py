@@ -32,7 +32,7 @@ def normalize(
     shape = (1,) * (x.ndim - 1) + x.shape[-1:]
     if norm.bias is None:
         return normal.astype(x.dtype) * norm.weight.reshape(shape)
-    weight, bias = (part.astype(jnp.float32).reshape(shape) for part in norm)
+    weight, bias = (part.astype(jnp.float32).reshape(shape) for part in (norm.weight, norm.bias))
     return (normal * weight + bias).astype(x.dtype)
 
 

@@ -168,15 +168,17 @@ ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "s
 
 
 def oracle_attention(layer: Layer, x: np.ndarray) -> np.ndarray:
-    weights, shape = layer.attention, layer.heads
+    weights: Any = layer.attention
+    shape = layer.heads
     tokens, heads = x.shape[0], shape["heads"]
     if isinstance(weights, LatentWeights):
         plain, rank = shape["plain_dim"], shape["rank"]
-        q = x @ weights.q.v.astype(np.float64)
+        q_proj: Any = weights.q
+        q = x @ q_proj.v.astype(np.float64)
         kv = x @ weights.kv.v.astype(np.float64)
         q = q if weights.q_latent_bias is None else q + weights.q_latent_bias
         kv = kv if weights.kv_latent_bias is None else kv + weights.kv_latent_bias
-        q = normal(q, weights.q_norm) @ weights.q.u
+        q = normal(q, weights.q_norm) @ q_proj.u
         both = (normal(kv[:, :rank], weights.kv_norm) @ weights.kv.u).reshape(tokens, heads, -1)
         q, shared = q.reshape(tokens, heads, -1), kv[:, None, rank:]
         q = np.concatenate((q[..., :plain], turn(q[..., plain:], np)), -1)
@@ -206,9 +208,7 @@ def turn(x: Any, library: Any) -> Any:
     angle = (np.arange(x.shape[0])[:, None] * frequency)[:, None]
     cosine, sine = (library.asarray(f(angle), dtype=x.dtype) for f in (np.cos, np.sin))
     first, second = x[..., :half], x[..., half:]
-    return library.concatenate(
-        (first * cosine - second * sine, second * cosine + first * sine), -1
-    )
+    return library.concatenate((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
 # ---- what is tested
