@@ -65,7 +65,8 @@ class LayerRunner:
             )
         self.read = read
         self.prefix = "model.decoder" if isinstance(self.model, Opt) else "model"
-        self.decoder: Any = self.model.model.decoder if self.prefix != "model" else self.model.model
+        inner: Any = self.model.model
+        self.decoder = inner.decoder if isinstance(self.model, Opt) else inner
         self.shapes = linear_shapes(self.model)
 
     def layer_prefix(self, layer: int) -> str:

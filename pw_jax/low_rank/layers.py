@@ -1,6 +1,7 @@
 """A linear layer as two thin ones, and models whose linear layers are such."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -62,7 +63,9 @@ def use_low_rank(model: nnx.Module, ranks: Mapping[str, int], dtype: DTypeLike) 
     Raises:
         UserError: A name that is no linear layer, or a rank that its matrix cannot have.
     """
-    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    modules: dict[str, Any] = {
+        ".".join(map(str, path)): module for path, module in nnx.iter_modules(model)
+    }
     check_ranks(ranks, linear_shapes(model))
     for name, rank in ranks.items():
         parent, _, attribute = name.rpartition(".")

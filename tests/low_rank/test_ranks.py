@@ -83,7 +83,7 @@ def test_against_every_choice_there_is():
 
 
 def test_q_k_and_v_may_differ_and_needy_matrices_get_more():
-    shapes = dict.fromkeys(("flat", "steep"), (64, 64))
+    shapes = {"flat": (64, 64), "steep": (64, 64)}
     flat, steep = np.ones(64), np.exp(-0.5 * np.arange(64))
     ranks = allot({"flat": flat, "steep": steep}, shapes, 0.6)
     assert ranks["steep"] < 32
