@@ -247,13 +247,13 @@ def _mlp_weights(config: ModelConfig, layout: str, shape: BlockShape) -> MlpWeig
 
 def _latent_weights(config: DeepseekV2Config, layout: str, shape: BlockShape) -> LatentWeights:
     q, kv = shape.entries
-    normed = config.latent.query_rank is not None
+    normed = config.latent.query_rank
     return LatentWeights(
         _factors(q) if normed else _linear(q, layout, False),
         _factors(kv, shape.shared_key),
         _linear(shape.last, layout, config.output_bias),
-        Norm(_array(kv.rank)),
-        Norm(_array(q.rank)) if normed else None,
+        Norm(_array(config.latent.rank)),
+        Norm(_array(normed)) if normed else None,
         norm=_norm(config),
     )
 

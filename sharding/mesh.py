@@ -69,7 +69,11 @@ def place(mesh: Mesh, prepare: Callable[[Any], Any], weights: Any) -> Any:
         jax.eval_shape(prepare, weights),
         is_leaf=_is_placed,
     )
-    return jax.jit(prepare, out_shardings=shardings)(weights)
+    # Whatever holds them now, the compiled step must find them on the mesh.
+    on_mesh = jax.tree.map(
+        lambda array: jax.device_put(array, restore_sharding(mesh, array.shape)), weights
+    )
+    return jax.jit(prepare, out_shardings=shardings)(on_mesh)
 
 
 def abstract(mesh: Mesh, prepare: Callable[[Any], Any], weights: Any) -> Any:

@@ -15,6 +15,7 @@ from sharding.blocks import AttentionBlock, LatentBlock, MlpBlock, head_spec
 from sharding.mesh import AXIS, arrays_of, specs_of
 
 Attend = Callable[..., Array]  # a device's (q, k, v), or (q, plain k, shared k, v), to heads
+AttendWithState = Callable[..., tuple[Array, Any]]  # the same, the state before and behind
 
 
 def attention(
@@ -37,19 +38,56 @@ def attention(
     Returns:
         What to add to the residual.
     """
+
+    def without_state(*arguments: Any) -> tuple[Array, None]:
+        return attend(*arguments[:-1]), None
+
+    return attention_with_state(mesh, block, params, x, without_state, None, None)[0]
+
+
+def attention_with_state(
+    mesh: Mesh,
+    block: AttentionBlock | LatentBlock,
+    params: dict[str, Any],
+    x: Float[Array, "*batch d"],
+    attend: AttendWithState,
+    state: Any,
+    state_specs: Any,
+) -> tuple[Float[Array, "*batch d"], Any]:
+    """Attention that reads and writes a state, such as a cache of the heads of each device.
+
+    Args:
+        mesh: As in `attention`.
+        block: As in `attention`.
+        params: As in `attention`.
+        x: As in `attention`.
+        attend: Takes a device's part of the state behind its heads; returns heads and state.
+        state: A pytree.
+        state_specs: Partitions of the state, before and after.
+
+    Returns:
+        What to add to the residual, and the new state.
+    """
     between = block.between(x.ndim)
     heads = head_spec(block.layout, x.ndim)
     arrays, specs = arrays_of(params), specs_of(params)
     residual = residual_spec(block, x.ndim)
     enter = jax.shard_map(block.enter, mesh=mesh, in_specs=(specs, residual), out_specs=between)
-    inner = jax.shard_map(attend, mesh=mesh, in_specs=between, out_specs=heads, check_vma=False)
+    inner = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(*between, state_specs),
+        out_specs=(heads, state_specs),
+        check_vma=False,
+    )
     leave = jax.shard_map(
         lambda params, out: block.leave(params, out.reshape(*out.shape[:-2], -1)),
         mesh=mesh,
         in_specs=(specs, heads),
         out_specs=residual,
     )
-    return leave(arrays, inner(*enter(arrays, x)))
+    out, state = inner(*enter(arrays, x), state)
+    return leave(arrays, out), state
 
 
 def mlp(
