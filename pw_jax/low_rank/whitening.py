@@ -49,7 +49,7 @@ class InputStatistics:
         self.tokens += len(rows)
         self.absolute += np.abs(rows).sum(axis=0)
         if self.method == "whitened":
-            self._waiting.append(rows)
+            self._waiting.append(equal_tokens(rows))
             if sum(map(len, self._waiting)) >= CHUNK:
                 self._factorise()
 
@@ -83,3 +83,13 @@ class InputStatistics:
         mean_square = np.square(triangle).sum() / self.features
         below = np.sqrt(DAMPING * mean_square) * np.eye(self.features)
         return np.linalg.qr(np.concatenate([triangle, below]), mode="r").T
+
+
+def equal_tokens(inputs: Float64[np.ndarray, "T D"]) -> Float64[np.ndarray, "T D"]:
+    """Inputs with rows of length one: every token's relative error then counts alike.
+
+    The first token of a text has activations a thousand times as large as the others'. In a plain
+    sum of squares it is all that counts: a rank or two satisfy it, and every other token is lost.
+    """
+    length = np.linalg.norm(inputs, axis=1, keepdims=True)
+    return inputs / np.where(length > 0, length, 1.0)

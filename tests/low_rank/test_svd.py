@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pw_jax.low_rank.svd import factors, spectrum, truncation_loss
-from pw_jax.low_rank.whitening import METHODS, InputStatistics
+from pw_jax.low_rank.whitening import METHODS, InputStatistics, equal_tokens
 
 
 def correlated(tokens, features, seed, spread=1.0):
@@ -30,10 +30,11 @@ def weight_of(shape, seed=0):
 
 
 def output_error(weight, inputs, method, rank):
+    """Squared error of the outputs, every token counted alike."""
     u, v = factors(weight, spectrum(weight, scaling_of(inputs, method)).left, rank)
     assert np.isfinite(u).all()
     assert np.isfinite(v).all()
-    return np.square(inputs @ (weight - u @ v).T).sum()
+    return np.square(equal_tokens(inputs) @ (weight - u @ v).T).sum()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -72,7 +73,7 @@ def test_each_method_beats_the_cruder_one_where_channels_differ(rank):
     for seed in range(12):
         weight, draw = weight_of((32, 40), seed), np.random.default_rng(seed)
         inputs = correlated(200, 40, seed, 0.0) * np.exp(1.5 * draw.standard_normal(40))[None]
-        whole = np.square(inputs @ weight.T).sum()
+        whole = np.square(equal_tokens(inputs) @ weight.T).sum()
         for method in METHODS:
             errors[method] += output_error(weight, inputs, method, rank) / whole
     assert errors["whitened"] <= errors["asvd"] <= errors["svd"]
@@ -110,6 +111,17 @@ def test_an_ill_conditioned_gram_matrix():
     assert ours <= output_error(weight, inputs @ basis, "svd", 10)
 
 
+def test_a_huge_token_does_not_drown_the_others():
+    inputs, weight = correlated(100, 20, 2), weight_of((16, 20))
+    huge = inputs.copy()
+    huge[0] *= 1e4
+    ours = output_error(weight, inputs, "whitened", 6)
+    u, v = factors(weight, spectrum(weight, scaling_of(huge, "whitened")).left, 6)
+    theirs = np.square(equal_tokens(inputs) @ (weight - u @ v).T).sum()
+    assert theirs == pytest.approx(ours, rel=1e-6)
+    assert not equal_tokens(np.zeros((2, 3))).any()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_all_zero_inputs_fall_back_to_plain_svd(method):
     statistics = InputStatistics(method, 6)
@@ -128,7 +140,7 @@ def test_the_triangle_does_not_depend_on_how_tokens_come(monkeypatch):
             statistics.add(part.astype(np.float32))
         assert statistics.tokens == 50
         grams.append(statistics.triangle.T @ statistics.triangle)
-    wanted = inputs.astype(np.float32).astype(np.float64)
+    wanted = equal_tokens(inputs.astype(np.float32).astype(np.float64))
     for gram in grams:
         np.testing.assert_allclose(gram, wanted.T @ wanted, rtol=1e-9, atol=1e-9 * gram.max())
 
