@@ -17,6 +17,7 @@ from checkpoints.low_rank_options import DecomposeOptions, spectra_manifest
 from checkpoints.manifest import start_or_resume
 from checkpoints.sensitivity import calibration_tokens
 from checkpoints.store import load_item, save_item
+from pw_jax.errors import UserError
 from pw_jax.low_rank.activations import LayerRunner
 from pw_jax.low_rank.svd import spectrum
 from pw_jax.low_rank.whitening import InputStatistics
@@ -128,6 +129,8 @@ class Spectra:
         tokens = calibration_tokens(
             self.checkpoint, options.calibration, options.calibration_tokens
         )
+        if tokens.max() >= self.checkpoint.model_config.vocab_size:
+            raise UserError(f"token {tokens.max()} of the tokenizer is beyond vocab_size")
         mask = np.ones(tokens.shape, bool)  # sequences are cut to one length: no padding
         return {"hidden": self.runner.embed(tokens), "mask": mask}
 

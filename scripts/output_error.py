@@ -37,6 +37,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def relative_error(exact: np.ndarray, ours: np.ndarray, inputs: np.ndarray) -> float:
+    """Squared error over squared output, every token divided by the length of its input."""
+    weight = 1 / np.maximum(np.square(inputs).sum(axis=1), np.finfo(np.float32).tiny)
+    error, whole = (np.square(y).sum(axis=1) for y in (exact - ours, exact))
+    return float((error * weight).sum() / (whole * weight).sum())
+
+
 def layer_errors(
     weights: dict[str, np.ndarray],
     inputs: dict[str, np.ndarray],
@@ -52,7 +59,7 @@ def layer_errors(
                 continue
             exact = x @ weights[f"{name}.weight"].T
             ours = (x @ stored[f"{name}.v"].T) @ stored[f"{name}.u"].T
-            errors.append(float(np.square(exact - ours).sum() / np.square(exact).sum()))
+            errors.append(relative_error(exact, ours, x))
         rows.append(errors)
     return rows
 
