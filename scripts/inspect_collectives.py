@@ -10,13 +10,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from _command import run
+from _layer_shapes import DTYPE, block_shapes, check_family, make_work
 from jax.sharding import NamedSharding
 from rich.console import Console
 from rich.table import Table
@@ -26,18 +25,14 @@ from pw_jax.errors import UserError
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.deepseek_v2 import DeepseekV2Config
-from pw_jax.models.layers import ACTIVATIONS
 from sharding import formulas, parallel
 from sharding.attention import causal_attention, latent_causal_attention
-from sharding.blocks import AttentionBlock, LatentBlock, MlpBlock
 from sharding.collectives import Collective, read_collectives, total_wire_bytes
-from sharding.formulas import BlockShape, Matrix
-from sharding.layouts import LAYOUTS, make_layout
+from sharding.formulas import BlockShape
+from sharding.layouts import LAYOUTS
 from sharding.mesh import abstract, tensor_mesh
-from sharding.weights import AttentionWeights, Dense, Factors, LatentWeights, MlpWeights, Norm
 
-DTYPE, ITEM_BYTES, SUM_BYTES = jnp.bfloat16, 2, 4
-FAMILIES = ("llama", "opt", "mixtral", "qwen2_moe", "deepseek_v2")
+ITEM_BYTES, SUM_BYTES = 2, 4
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,10 +58,7 @@ def main(argv: Sequence[str] | None) -> None:
     flags = parse(argv)
     path = flags.config / "config.json" if flags.config.is_dir() else flags.config
     config = registry.read_config(read_json(path), str(path))
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"{path}: {config.model_type} is not laid out yet; {', '.join(FAMILIES)} are"
-        )
+    check_family(config, str(path))
     for name, value, good in (
         ("tp", flags.tp, flags.tp >= 1),
         ("tokens", flags.tokens, flags.tokens >= 1),
@@ -103,7 +95,7 @@ def inspect(
         ratio: Share of the parameters that factors keep.
         tokens: To compile for.
     """
-    shapes = _shapes(config, ratio)
+    shapes = block_shapes(config, ratio)
     layers = {"attention": config.num_layers, "mlp": config.num_layers - len(config.moe_layers)}
     layouts, detail = {}, []
     for name in LAYOUTS:
@@ -144,118 +136,25 @@ def inspect(
     }
 
 
-def _shapes(config: ModelConfig, ratio: float) -> dict[str, BlockShape]:
-    """Attention, and the MLP of the layers that have one without routed experts."""
-    width, heads, kv = config.hidden_size, config.num_heads, config.kv_shapes[0]
-
-    def rank(inputs: int, outputs: int) -> int:
-        return formulas.rank_for_ratio(inputs, outputs, ratio)
-
-    if isinstance(config, DeepseekV2Config):
-        latent = config.latent
-        query = heads * (latent.plain_dim + latent.rope_dim)
-        ranks = (latent.query_rank or rank(width, query), latent.rank)
-        attention = formulas.latent_attention_shape(
-            width,
-            heads,
-            (latent.plain_dim, latent.rope_dim, latent.value_dim),
-            (*ranks, rank(heads * latent.value_dim, width)),
-            q_is_latent=latent.query_rank is not None,
-        )
-    else:
-        query, key = heads * kv.head_dim, kv.kv_heads * kv.head_dim
-        sizes = ((width, query), (width, key), (width, key), (query, width))
-        attention = formulas.attention_shape(
-            width, heads, kv.kv_heads, kv.head_dim, [rank(*size) for size in sizes]
-        )
-    if len(config.moe_layers) == config.num_layers:
-        return {"attention": attention}
-    gated = config.model_type != "opt"
-    ffn = config.intermediate_size
-    ranks = [rank(width, ffn)] * (1 + gated) + [rank(ffn, width)]
-    return {"attention": attention, "mlp": formulas.mlp_shape(width, ffn, gated, ranks)}
-
-
 def _compile(
     config: ModelConfig, name: str, devices: int, which: str, shape: BlockShape, tokens: int
 ) -> tuple[Collective, ...]:
     """The collectives of one block in one layout."""
-    mesh, layout = tensor_mesh(devices), make_layout(name, devices)
-    width, heads, kv = config.hidden_size, config.num_heads, config.kv_shapes[0]
-    block: Any
-    if which == "mlp":
-        weights: Any = _mlp_weights(config, name, shape)
-        call: Any = parallel.mlp
-        block = MlpBlock(layout, width, activation=ACTIVATIONS[config.activation])
-    elif isinstance(config, DeepseekV2Config):
-        latent = config.latent
-        dims = (latent.rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
-        names = ("rank", "plain_dim", "rope_dim", "value_dim")
-        block = LatentBlock(layout, width, heads=heads, **dict(zip(names, dims, strict=True)))
-        weights = _latent_weights(config, name, shape)
-        call = partial(parallel.attention, attend=latent_causal_attention)
-    else:
-        shapes = {"head_dim": kv.head_dim, "value_dim": kv.head_dim, "kv_heads": kv.kv_heads}
-        block = AttentionBlock(layout, width, heads=heads, **shapes)
-        weights = _attention_weights(config, name, shape)
-        call = partial(parallel.attention, attend=causal_attention)
+    mesh = tensor_mesh(devices)
+    latent = isinstance(config, DeepseekV2Config)
+    attend = latent_causal_attention if latent else causal_attention
+    work = make_work(config, name, devices, which, shape, attend)
 
     def step(params: Any, x: jax.Array) -> jax.Array:
-        return call(mesh, block, params, x)
+        return work.call(mesh, work.block, params, x)
 
     # Hidden states come padded, as between the layers of a model.
-    columns = formulas.round_up(width, devices) if layout.splits_residual else width
-    sharding = NamedSharding(mesh, parallel.residual_spec(block, 2))
+    divided, width = work.block.layout.splits_residual, config.hidden_size
+    columns = formulas.round_up(width, devices) if divided else width
+    sharding = NamedSharding(mesh, parallel.residual_spec(work.block, 2))
     x = jax.ShapeDtypeStruct((tokens, columns), DTYPE, sharding=sharding)
-    return read_collectives(jax.jit(step).lower(abstract(mesh, block.prepare, weights), x))
-
-
-def _array(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, DTYPE)
-
-
-def _linear(matrix: Matrix, layout: str, bias: bool) -> Factors | Dense:
-    """The shape of a layer: factors, but for the layout that takes none."""
-    added = _array(matrix.outputs) if bias else None
-    if layout == "dense":
-        return Dense(_array(matrix.inputs, matrix.outputs), added)
-    return _factors(matrix)._replace(bias=added)
-
-
-def _factors(matrix: Matrix, extra: int = 0) -> Factors:
-    """Factors, whatever the layout; `extra` columns of the first have no second."""
-    rank = matrix.rank
-    assert rank is not None
-    return Factors(_array(matrix.inputs, rank + extra), _array(rank, matrix.outputs))
-
-
-def _norm(config: ModelConfig) -> Norm:
-    width = config.hidden_size
-    return Norm(_array(width), _array(width) if config.model_type == "opt" else None)
-
-
-def _attention_weights(config: ModelConfig, layout: str, shape: BlockShape) -> AttentionWeights:
-    q, k, v = (_linear(matrix, layout, config.qkv_bias) for matrix in shape.entries)
-    return AttentionWeights(q, k, v, _linear(shape.last, layout, config.output_bias), _norm(config))
-
-
-def _mlp_weights(config: ModelConfig, layout: str, shape: BlockShape) -> MlpWeights:
-    *gate, up = (_linear(matrix, layout, config.mlp_bias) for matrix in shape.entries)
-    down = _linear(shape.last, layout, config.mlp_bias)
-    return MlpWeights(gate[0] if gate else None, up, down, _norm(config))
-
-
-def _latent_weights(config: DeepseekV2Config, layout: str, shape: BlockShape) -> LatentWeights:
-    q, kv = shape.entries
-    normed = config.latent.query_rank
-    return LatentWeights(
-        _factors(q) if normed else _linear(q, layout, False),
-        _factors(kv, shape.shared_key),
-        _linear(shape.last, layout, config.output_bias),
-        Norm(_array(config.latent.rank)),
-        Norm(_array(normed)) if normed else None,
-        norm=_norm(config),
-    )
+    params = abstract(mesh, work.block.prepare, work.weights)
+    return read_collectives(jax.jit(step).lower(params, x))
 
 
 def _rows(

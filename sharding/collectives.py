@@ -103,6 +103,8 @@ def ring_factor(kind: str, group: int) -> float:
 def read_collectives(program: Lowered | Compiled | str) -> tuple[Collective, ...]:
     """The collectives of a program for one device.
 
+    All branches of a conditional count, as if each were taken.
+
     Args:
         program: A lowered program, which is compiled here, and whose own dtypes are reported; or a
             compiled one or its HLO text, whose dtypes are the backend's.
