@@ -50,17 +50,15 @@ def layer_errors(
     factors: list[dict[str, np.ndarray]],
 ) -> list[list[float]]:
     """Relative squared error of every linear layer, for every model."""
-    rows = []
-    for stored in factors:
-        errors = []
-        for name, x in inputs.items():
+    rows: list[list[float]] = [[] for _ in factors]
+    for name, x in inputs.items():
+        exact = x @ weights[f"{name}.weight"].T
+        for stored, row in zip(factors, rows, strict=True):
             if f"{name}.weight" in stored:
-                errors.append(0.0)
+                row.append(0.0)
                 continue
-            exact = x @ weights[f"{name}.weight"].T
             ours = (x @ stored[f"{name}.v"].T) @ stored[f"{name}.u"].T
-            errors.append(relative_error(exact, ours, x))
-        rows.append(errors)
+            row.append(relative_error(exact, ours, x))
     return rows
 
 
