@@ -1,4 +1,4 @@
-"""An engine from a folder: a converted checkpoint (paged experts) or a Hugging Face one."""
+"""An engine from a folder: a converted, a decomposed or a Hugging Face checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from jax.typing import DTypeLike
 
 from checkpoints.huggingface import MODULES, load_dense_model
+from checkpoints.low_rank import is_low_rank, load_low_rank_model
 from checkpoints.store import MANIFEST, ExpertArrays, Store, open_store
 from checkpoints.text import load_tokenizer
 from pw_jax.engine.config import EngineConfig
@@ -69,8 +70,9 @@ def load_engine(
     """Makes an engine ready to generate.
 
     Args:
-        directory: A folder made by scripts/convert.py: its experts are paged. Or a Hugging Face
-            folder: its weights are arrays, and only keys and values are paged.
+        directory: A folder made by scripts/convert.py: its experts are paged. Or one made by
+            scripts/decompose.py, or a Hugging Face folder: its weights are arrays, and only keys
+            and values are paged.
         config: Sizes and budget.
         dtype: Of weights and activations: float32 or bfloat16.
         with_tokenizer: False if all prompts are token ids.
@@ -82,6 +84,9 @@ def load_engine(
     tokenizer = load_tokenizer(path) if with_tokenizer and path.is_dir() else None
     if not (path / MANIFEST).exists():
         _, model = load_dense_model(path, dtype)
+        return Engine(model, config, tokenizer=tokenizer)
+    if is_low_rank(path):
+        _, model = load_low_rank_model(path, dtype)
         return Engine(model, config, tokenizer=tokenizer)
     store = open_store(path)
     model = registry.build_model(store.model_config, "paged", dtype)

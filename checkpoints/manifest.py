@@ -91,7 +91,6 @@ def shared_tables(where: str, shape: ExpertShape, parent_bits: int) -> dict[str,
 def make_manifest(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any]:
     """The manifest of a conversion, hashes of its inputs included; reads every file once."""
     config = checkpoint.model_config
-    sources = [checkpoint.directory / "config.json", *checkpoint.files()]
     shared = {}
     if config.expert_shape is not None:
         shared = shared_tables(str(checkpoint.directory), config.expert_shape, options.parent_bits)
@@ -112,15 +111,24 @@ def make_manifest(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, 
         "moe_layers": list(config.moe_layers),
         "damage": "squared error" if calibration is None else "Fisher-weighted squared error",
         "calibration": calibration,
-        "source": {
-            "name": checkpoint.directory.resolve().name,
-            "sha256": {path.name: sha256(path) for path in sources},
-        },
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("jax", "flax", "orbax-checkpoint", "numpy", "safetensors")
-        },
+        "source": hash_source(checkpoint),
+        "versions": library_versions(),
     }
+
+
+def hash_source(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Name and hashes of a checkpoint's files; reads every file once."""
+    sources = [checkpoint.directory / "config.json", *checkpoint.files()]
+    return {
+        "name": checkpoint.directory.resolve().name,
+        "sha256": {path.name: sha256(path) for path in sources},
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes and writes."""
+    names = ("jax", "flax", "orbax-checkpoint", "numpy", "safetensors")
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def start_or_resume(partial: Path, manifest: dict[str, Any], restart: bool) -> None:

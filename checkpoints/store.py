@@ -167,6 +167,8 @@ def open_store(directory: str | Path) -> Store:
     if not (path / MANIFEST).exists():
         raise UserError(f"{directory} has no {MANIFEST}; convert it with scripts/convert.py first")
     manifest = read_json(path / MANIFEST)
+    if "kind" in manifest:
+        raise UserError(f"{directory} is a decomposed model, not a converted one")
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise UserError(f"{path / MANIFEST} has format {found}, this version reads {FORMAT}")

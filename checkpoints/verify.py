@@ -76,6 +76,15 @@ def compare(
         del model
 
 
+def mean_loss(model: CausalLm, tokens: Int32[np.ndarray, "S T"]) -> float:
+    """Mean negative log likelihood, in nats, of all tokens but the first of each sequence."""
+    losses = []
+    for row, logits in zip(tokens, _logits(model, tokens), strict=True):
+        scores = jnp.asarray(logits)
+        losses.append(float(_measure(scores, scores, jnp.asarray(row))[3]))
+    return float(np.mean(losses))
+
+
 def _logits(model: CausalLm, tokens: Int32[np.ndarray, "S T"]) -> Iterator[np.ndarray]:
     """Yields the logits float32 [T, V] of each sequence."""
     graph, state = nnx.split(model)

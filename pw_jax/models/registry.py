@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pw_jax.errors import UserError
+from pw_jax.low_rank.layers import use_low_rank
 from pw_jax.models import (
     deepseek_v2,
     deepseek_v2_config,
@@ -84,7 +85,10 @@ def read_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCon
 
 
 def build_model(
-    config: ModelConfig, experts: ExpertStore = "dense", dtype: DTypeLike = jnp.float32
+    config: ModelConfig,
+    experts: ExpertStore = "dense",
+    dtype: DTypeLike = jnp.float32,
+    ranks: Mapping[str, int] | None = None,
 ) -> CausalLm:
     """Builds a model whose parameters are shapes only, so that size costs nothing.
 
@@ -92,9 +96,19 @@ def build_model(
         config: The model.
         experts: ``dense`` arrays, or ``paged`` in the memory (then they are no parameters).
         dtype: float32 or bfloat16.
+        ranks: Rank of every linear layer that is factored, by dotted name; the others are whole.
+
+    Raises:
+        UserError: A rank that the model has no place for.
     """
     module = family(config.model_type).module
-    return nnx.eval_shape(lambda: module(config, experts=experts, dtype=dtype))
+
+    def make() -> CausalLm:
+        model = module(config, experts=experts, dtype=dtype)
+        use_low_rank(model, ranks or {}, dtype)
+        return model
+
+    return nnx.eval_shape(make)
 
 
 def parameter_shapes(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
@@ -105,11 +119,11 @@ def parameter_shapes(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def set_weights(model: CausalLm, weights: Mapping[str, Any]) -> CausalLm:
+def set_weights[ModuleT: nnx.Module](model: ModuleT, weights: Mapping[str, Any]) -> ModuleT:
     """Gives a model its weights.
 
     Args:
-        model: As from `build_model`; not changed.
+        model: As from `build_model`, or a part of one; not changed.
         weights: Arrays (numpy or JAX) under dotted names; cast to the parameters' dtype.
 
     Returns:
@@ -150,9 +164,10 @@ def random_model(
     experts: ExpertStore = "dense",
     dtype: DTypeLike = jnp.float32,
     seed: int = 0,
+    ranks: Mapping[str, int] | None = None,
 ) -> CausalLm:
     """Builds a model with random weights of a scale that keeps activations alive."""
-    model = build_model(config, experts, dtype)
+    model = build_model(config, experts, dtype, ranks)
     weights = {}
     for number, (name, shape) in enumerate(parameter_shapes(model).items()):
         draw = np.random.default_rng((seed, number)).standard_normal(shape.shape, np.float32)

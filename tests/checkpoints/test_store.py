@@ -30,7 +30,7 @@ def mesh():
 
 
 def shardings(mesh):
-    first, second = jax.devices()
+    first, second, *_ = jax.devices()
     return {
         "one": SingleDeviceSharding(first),
         "other": SingleDeviceSharding(second),

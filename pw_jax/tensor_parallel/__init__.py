@@ -1,0 +1,1 @@
+"""Whole models over a mesh of devices, factored or not."""

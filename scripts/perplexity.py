@@ -1,0 +1,99 @@
+"""Measures the perplexity of models on a text: Hugging Face folders and decomposed ones.
+
+python scripts/perplexity.py --models DIR DIR --text valid.jsonl --tokens 4096 --json out.json
+"""
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _command import progress_console, run
+from rich.console import Console
+from rich.table import Table
+
+from checkpoints.huggingface import load_dense_model
+from checkpoints.low_rank import is_low_rank, load_low_rank_model
+from checkpoints.store import MANIFEST
+from checkpoints.tensor_files import read_json
+from checkpoints.text import load_tokenizer, read_documents, sha256, token_sequences
+from checkpoints.verify import mean_loss
+from pw_jax.errors import UserError
+from pw_jax.models.registry import parameter_count
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the flags."""
+    parser = argparse.ArgumentParser(description="Perplexity of models on one text.")
+    add = parser.add_argument
+    add("--models", type=Path, nargs="+", required=True, help="folders; the first is the baseline")
+    add("--text", type=Path, required=True, help=".txt or .jsonl that no model was calibrated on")
+    add("--tokens", type=int, default=4096, help="how much of it (default %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
+    add("--json", type=Path, help="file to write, with this command in it")
+    return parser.parse_args(argv)
+
+
+def measure(directory: Path, text: Path, count: int, dtype: str) -> dict[str, Any]:
+    """Perplexity of one model, with what is known of how it was made."""
+    low_rank = is_low_rank(directory)
+    tokens = token_sequences(load_tokenizer(directory), read_documents(text), count)
+    _, model = (load_low_rank_model if low_rank else load_dense_model)(directory, dtype)
+    made = read_json(directory / MANIFEST) if low_rank else {}
+    started = time.monotonic()
+    loss = mean_loss(model, tokens)
+    return {
+        "model": directory.name,
+        "method": made.get("method", "dense"),
+        "kept_ratio": made.get("kept_ratio", 1.0),
+        "allotment": made.get("allotment"),
+        "calibration": made.get("calibration"),
+        "parameters": parameter_count(model),
+        "tokens": int(tokens.size),
+        "perplexity": math.exp(min(loss, 700.0)),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main(argv: Sequence[str] | None) -> None:
+    """Measures, prints a table and writes JSON."""
+    flags = parse(argv)
+    if flags.tokens < 1:
+        raise UserError(f"--tokens must be positive, not {flags.tokens}")
+    rows = []
+    with progress_console().status("starting") as status:
+        for directory in flags.models:
+            status.update(directory.name)
+            rows.append(measure(directory, flags.text, flags.tokens, flags.dtype))
+            if flags.json is not None:
+                arguments = [Path(a).name if "/" in a else a for a in argv or sys.argv[1:]]
+                record = {
+                    "command": f"python scripts/perplexity.py {shlex.join(arguments)}",
+                    "text": {"name": flags.text.name, "sha256": sha256(flags.text)},
+                    "dtype": flags.dtype,
+                    "results": rows,
+                }
+                flags.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    table = Table(title=f"{flags.text.name}, {rows[0]['tokens']} tokens")
+    for heading in ("model", "method", "kept", "parameters", "perplexity", "against the first"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        kept = row["kept_ratio"]
+        table.add_row(
+            row["model"],
+            row["method"],
+            "given" if kept is None else f"{kept:.0%}",
+            f"{row['parameters']:,}",
+            f"{row['perplexity']:.3f}",
+            f"{row['perplexity'] / rows[0]['perplexity']:.2f} x",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

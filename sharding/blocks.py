@@ -1,0 +1,228 @@
+"""Attention and MLP of a decoder layer in any layout.
+
+A block is `prepare` (when loading: unpadded weights to `Placed` ones), and `enter` and `leave` on
+a device's part of the arrays. What happens between the two is injected: see `parallel`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from sharding.layouts.base import Entry, Layout, Spread
+from sharding.mesh import AXIS, Placed
+from sharding.norms import normalize
+from sharding.padding import HeadPlan, pad_axis, plan_heads
+from sharding.weights import AttentionWeights, LatentWeights, Linear, MlpWeights, Norm
+
+
+def _keep(x: Array, axis: int) -> Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What the blocks share.
+
+    Attributes:
+        layout: How it lies on the devices.
+        hidden: Width of the residual, without padding.
+        eps: Of the norm.
+    """
+
+    layout: Layout
+    hidden: int
+    eps: float = 1e-6
+
+    def normal(self, params: dict[str, Any], x: Array) -> Array:
+        """The input behind the block's norm, if it has one."""
+        if params["norm"] is None:
+            return x
+        divided = self.layout.splits_residual
+        return normalize(x, params["norm"], self.eps, self.hidden, divided=divided)
+
+    def leave(self, params: dict[str, Any], features: Array) -> Array:
+        """To the residual; what is returned is to be added to it."""
+        return self.layout.leave(params["exit"], features)
+
+    def _params(self, entry: Entry, last: Linear, norm: Norm | None) -> dict[str, Any]:
+        return {
+            "norm": None if norm is None else self.layout.norm(norm),
+            "entry": entry,
+            "exit": last,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionBlock(Block):
+    """Multi-head and grouped-query attention.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Width of a query or key.
+        value_dim: Width of a value.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def plan(self) -> HeadPlan:
+        """Which heads each device has; all of them on all where the layout does not split them."""
+        devices = self.layout.devices if self.layout.splits_features else 1
+        return plan_heads(self.heads, self.kv_heads, devices)
+
+    def prepare(self, weights: AttentionWeights) -> dict[str, Any]:
+        """Pads and divides weights; the result is a tree of `Placed`."""
+        plan, last = self.plan, _keep
+        linears = {"q": weights.q, "k": weights.k, "v": weights.v}
+        spreads: dict[str, Spread] = dict.fromkeys(linears, _keep)
+        if self.layout.splits_features:
+            spreads = {"q": plan.spread_queries, "k": plan.spread_kv, "v": plan.spread_kv}
+            last = plan.spread_queries
+        entry = self.layout.entry(linears, spreads)
+        return self._params(entry, self.layout.exit(weights.o, last), weights.norm)
+
+    def enter(self, params: dict[str, Any], x: Float[Array, "*batch d"]) -> tuple[Array, ...]:
+        """Returns q, k and v [*batch, heads of the device, width], not rotated."""
+        entry = params["entry"]
+        latents = self.layout.latents(entry, self.normal(params, x))
+        q, k, v = (self.layout.expand(entry, name, latents[name]) for name in "qkv")
+        return _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
+
+    def between(self, ndim: int) -> tuple[PartitionSpec, ...]:
+        """Partitions of what `enter` gives, for x of that many axes."""
+        return (head_spec(self.layout, ndim),) * 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentBlock(Block):
+    """Latent attention (MLA).
+
+    Attributes:
+        heads: Heads.
+        rank: Width of the latent of keys and values.
+        plain_dim: Dimensions of a query or key without position.
+        rope_dim: Dimensions that rotate; keys share theirs.
+        value_dim: Dimensions of a value.
+        latent_eps: Of the norms of latents.
+    """
+
+    heads: int
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    latent_eps: float = 1e-6
+
+    @property
+    def plan(self) -> HeadPlan:
+        """Which heads each device has; all of them on all where the layout does not split them."""
+        devices = self.layout.devices if self.layout.splits_features else 1
+        return plan_heads(self.heads, self.heads, devices)
+
+    def prepare(self, weights: LatentWeights) -> dict[str, Any]:
+        """Pads and divides weights; the result is a tree of `Placed`."""
+        spread = self.plan.spread_queries if self.layout.splits_features else _keep
+        linears = {"q": weights.q, "kv": weights.kv}
+        entry = self.layout.entry(linears, dict.fromkeys(linears, spread), whole=True)
+        small = {
+            "q_norm": weights.q_norm,
+            "kv_norm": weights.kv_norm,
+            "q_latent_bias": weights.q_latent_bias,
+            "kv_latent_bias": weights.kv_latent_bias,
+        }
+        params = self._params(entry, self.layout.exit(weights.o, spread), weights.norm)
+        return params | {name: _replicated(part) for name, part in small.items()}
+
+    def enter(self, params: dict[str, Any], x: Float[Array, "*batch d"]) -> tuple[Array, ...]:
+        """Returns q, plain keys, the key that all heads share [*batch, 1, rope_dim], and values.
+
+        Nothing is rotated yet: not the last `rope_dim` dimensions of q, nor the shared key.
+        """
+        entry = params["entry"]
+        latents = self.layout.latents(entry, self.normal(params, x), whole=True)
+        q, kv = latents["q"], latents["kv"]
+        if params["q_latent_bias"] is not None:
+            q = q + _expand(params["q_latent_bias"], q.ndim)
+        if params["kv_latent_bias"] is not None:
+            kv = kv + _expand(params["kv_latent_bias"], kv.ndim)
+        if params["q_norm"] is not None:
+            q = normalize(q, params["q_norm"], self.latent_eps, q.shape[-1], divided=False)
+        latent, shared = jnp.split(kv, (self.rank,), axis=-1)
+        latent = normalize(latent, params["kv_norm"], self.latent_eps, self.rank, divided=False)
+        q = self.layout.expand(entry, "q", q, whole=True)
+        both = self.layout.expand(entry, "kv", latent, whole=True)
+        keys_values = _heads(both, self.plain_dim + self.value_dim)
+        plain, value = jnp.split(keys_values, (self.plain_dim,), axis=-1)
+        return _heads(q, self.plain_dim + self.rope_dim), plain, shared[..., None, :], value
+
+    def between(self, ndim: int) -> tuple[PartitionSpec, ...]:
+        """Partitions of what `enter` gives, for x of that many axes."""
+        heads = head_spec(self.layout, ndim)
+        return heads, heads, PartitionSpec(), heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpBlock(Block):
+    """An MLP, gated or not.
+
+    Attributes:
+        activation: Of the gate, or of the only layer.
+    """
+
+    activation: Callable[[Array], Array]
+
+    def prepare(self, weights: MlpWeights) -> dict[str, Any]:
+        """Pads and divides weights; the result is a tree of `Placed`."""
+        linears = {} if weights.gate is None else {"gate": weights.gate}
+        linears["up"] = weights.up
+        spread = self._spread if self.layout.splits_features else _keep
+        entry = self.layout.entry(linears, dict.fromkeys(linears, spread))
+        return self._params(entry, self.layout.exit(weights.down, spread), weights.norm)
+
+    def __call__(
+        self, params: dict[str, Any], x: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        """The whole block on a device; what is returned is to be added to the residual."""
+        entry = params["entry"]
+        latents = self.layout.latents(entry, self.normal(params, x))
+        features = {n: self.layout.expand(entry, n, latents[n]) for n, _ in entry.ranks}
+        if "gate" in features:
+            hidden = self.activation(features["gate"]) * features["up"]
+        else:
+            hidden = self.activation(features["up"])
+        return self.leave(params, hidden)
+
+    def _spread(self, x: Array, axis: int) -> Array:
+        # Rows of zeros in the last layer make padding harmless whatever activation(0) is.
+        return pad_axis(x, axis, self.layout.devices)
+
+
+def head_spec(layout: Layout, ndim: int) -> PartitionSpec:
+    """Partition of [*batch, heads, width] for x of `ndim` axes."""
+    if not layout.splits_features:
+        return PartitionSpec()
+    return PartitionSpec(*(None,) * (ndim - 1), AXIS, None)
+
+
+def _heads(x: Float[Array, "*batch features"], width: int) -> Float[Array, "*batch heads width"]:
+    return x.reshape(*x.shape[:-1], -1, width)
+
+
+def _expand(vector: Array, ndim: int) -> Array:
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def _replicated(part: Any) -> Any:
+    if part is None:
+        return None
+    if isinstance(part, Norm):
+        return Norm(*(None if leaf is None else Placed(leaf, PartitionSpec()) for leaf in part))
+    return Placed(part, PartitionSpec())

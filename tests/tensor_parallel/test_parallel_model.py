@@ -1,0 +1,170 @@
+"""Whole factored models over devices write what they write on one, token by token."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pw_jax.errors import UserError
+from pw_jax.low_rank.layers import linear_shapes, use_low_rank
+from pw_jax.models import registry
+from pw_jax.models.memory import SequenceMemory
+from pw_jax.tensor_parallel.model import parallelize
+from sharding.collectives import read_collectives, widths
+from sharding.mesh import tensor_mesh
+
+LENGTH, NEW = 24, 16
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 46,
+    "intermediate_size": 74,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "rope_theta": 50.0,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 131,
+    "hidden_size": 42,
+    "word_embed_proj_dim": 42,
+    "ffn_dim": 74,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 7,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+}
+MLA = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 131,
+    "hidden_size": 46,
+    "intermediate_size": 74,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 19,
+    "kv_lora_rank": 13,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "attention_bias": True,
+}
+
+
+def model_of(raw: dict, factored: bool = True):
+    """A random model, its decomposable matrices factored with ranks of their own in each layer."""
+    config = registry.read_config(raw)
+    model = registry.build_model(config, "dense", jnp.float32)
+    if factored:
+        shapes = linear_shapes(model)
+        names = [
+            name for name in shapes if not name.split(".")[-1].startswith(("kv_", "q_a", "q_b"))
+        ]
+        ranks = {name: 5 + (7 * i) % 17 for i, name in enumerate(names)}
+        use_low_rank(model, ranks, jnp.float32)
+    random = np.random.default_rng(0)
+
+    def value(path, leaf):
+        noise = random.standard_normal(leaf.shape)
+        if "bias" in str(path):
+            return jnp.asarray(0.3 * noise, jnp.float32)
+        if "norm" in str(path):
+            return jnp.asarray(1 + 0.2 * noise, jnp.float32)
+        return jnp.asarray(2.0 * noise / np.sqrt(leaf.shape[-1]), jnp.float32)
+
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(value, state))
+
+
+def greedy(step) -> list[int]:
+    """Tokens written after a prompt, the whole text anew for each."""
+    tokens = np.zeros((1, LENGTH), np.int32)
+    tokens[0, : LENGTH - NEW] = np.arange(3, 3 + LENGTH - NEW) * 7 % 131
+    for end in range(LENGTH - NEW, LENGTH):
+        scores = step(jnp.asarray(tokens), jnp.int32(end - 1))
+        tokens[0, end] = int(jnp.argmax(scores))
+    return tokens[0].tolist()
+
+
+def step_of(model: Any):
+    """One compiled step: logits behind the token at `last`."""
+    split = nnx.split(model) if isinstance(model, nnx.Module) else None
+    leaves = model if split is None else split[1]
+
+    def step(leaves, tokens, last):
+        whole: Any = leaves if split is None else nnx.merge(split[0], leaves)
+        positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        memory = SequenceMemory(jnp.ones((1, LENGTH), bool))
+        hidden = whole(tokens, positions, memory).hidden
+        return whole.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1, axis=1))[0, 0]
+
+    compiled = jax.jit(step)
+    return lambda tokens, last: compiled(leaves, tokens, last)
+
+
+@pytest.fixture(scope="module", params=["llama", "opt", "mla"])
+def factored(request):
+    model = model_of({"llama": LLAMA, "opt": OPT, "mla": MLA}[request.param])
+    written = greedy(step_of(model))
+    assert len(set(written[LENGTH - NEW :])) > 4  # not one token for ever
+    return model, written
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices"),
+    [
+        ("naive", 8),
+        ("gathered", 1),
+        ("gathered", 5),
+        ("gathered", 8),
+        ("sharded", 3),
+        ("sharded", 8),
+    ],
+)
+def test_factored_model_writes_the_same(factored, layout, devices):
+    model, written = factored
+    over_devices = parallelize(model, tensor_mesh(devices), layout)
+    assert greedy(step_of(over_devices)) == written
+
+
+def test_whole_model_in_the_dense_layout():
+    model = model_of(LLAMA, factored=False)
+    over_devices = parallelize(model, tensor_mesh(8), "dense")
+    assert greedy(step_of(over_devices)) == greedy(step_of(model))
+    # 12 heads in pairs with a copy of their kv head each.
+    assert [kv.kv_heads for kv in over_devices.kv_shapes] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("layout", ["gathered", "sharded"])
+def test_layers_communicate_in_the_rank_space(layout):
+    over_devices = parallelize(model_of(LLAMA), tensor_mesh(8), layout)
+
+    def hidden(model, tokens):
+        positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        return model(tokens, positions, SequenceMemory(jnp.ones((1, LENGTH), bool))).hidden
+
+    tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    found = read_collectives(jax.jit(hidden).lower(over_devices, tokens))
+    assert found
+    assert not widths(found) & {46, 48, 74, 80, 96}
+    assert sum(len(one.shapes) for one in found) == 12 + 7 * (layout == "sharded")
+
+
+def test_what_is_not_laid_out_is_refused():
+    mesh = tensor_mesh(2)
+    with pytest.raises(UserError, match=r"model\.layers\.0: the naive layout needs factors"):
+        parallelize(model_of(LLAMA, factored=False), mesh, "naive")
+    with pytest.raises(UserError, match=r"layers\.0: the dense layout .* multiply the factors"):
+        parallelize(model_of(LLAMA), mesh, "dense")
+    experts = model_of({**MLA, "first_k_dense_replace": 1}, factored=False)
+    with pytest.raises(UserError, match=r"model\.layers\.1 has routed experts"):
+        parallelize(experts, mesh, "gathered")
