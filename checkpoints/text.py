@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model folder, as transformers has it."""
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         raise UserError(f"{directory} has no tokenizer ({' or '.join(TOKENIZER_FILES)})")
-    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")) and (
-        importlib.util.find_spec("sentencepiece") is None
-    ):
-        raise UserError(
-            f"{directory} has a tokenizer.model only, which is read by sentencepiece: install the "
-            f"extra with pip install 'pw-jax[sentencepiece]', or add a tokenizer.json"
+    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        if importlib.util.find_spec("sentencepiece") is None:
+            raise UserError(
+                f"{directory} has a tokenizer.model only, which is read by sentencepiece: install "
+                f"the extra with pip install 'pw-jax[sentencepiece]', or add a tokenizer.json"
+            )
+        # Seen with transformers 5.24 and the 32k tokenizer.model of Mixtral's generation.
+        warnings.warn(
+            f"{directory} has a tokenizer.model only: transformers converts it, and may split runs "
+            f"of spaces otherwise than sentencepiece does; add the model's tokenizer.json",
+            stacklevel=2,
         )
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
     from transformers import AutoTokenizer  # slow to import

@@ -74,6 +74,16 @@ def test_a_sentencepiece_file_alone_names_the_extra(tmp_path, monkeypatch):
         load_tokenizer(tmp_path)
 
 
+def test_a_sentencepiece_file_alone_warns_that_spaces_may_split_otherwise(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"damaged")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with (
+        pytest.warns(UserWarning, match="add the model's tokenizer.json"),
+        pytest.raises(UserError, match="cannot load the tokenizer"),
+    ):
+        load_tokenizer(tmp_path)
+
+
 def test_opt_texts_start_with_its_end_token(tmp_path):
     """Files as the hub has them: vocab.json, merges.txt and a bos that is also the eos."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
