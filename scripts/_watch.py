@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from pw_jax.engine.engine import Engine, TokenEvent
+from pw_jax.engine.engine import Engine
+from pw_jax.engine.sequence import TokenEvent
 from pw_jax.engine.trace import StepRecord
 
 BAR = 40

@@ -7,10 +7,14 @@ sharding is an error, never a silent compilation in the middle of a generation.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pw_jax.engine.memory_plan import MemoryPlan
 from pw_jax.engine.sampling import SamplingArrays
+from pw_jax.engine.sequence import Request
 from pw_jax.engine.steps import Caches, NewPages, StepOutput, Steps
+from pw_jax.models.config import ModelConfig
 from pw_jax.paging.layout import PagingLayout
 
 
@@ -40,6 +44,33 @@ def no_sampling(slots: int) -> SamplingArrays:
         np.ones(slots, np.float32),
         np.zeros(slots, np.uint32),
     )
+
+
+def fill_sampling(arrays: SamplingArrays, row: int, request: Request) -> None:
+    """Writes how a request samples into a step's (numpy) arguments."""
+    arrays.temperature[row] = request.sampling.temperature  # pyright: ignore[reportIndexIssue]
+    arrays.top_k[row] = request.sampling.top_k  # pyright: ignore[reportIndexIssue]
+    arrays.top_p[row] = request.sampling.top_p  # pyright: ignore[reportIndexIssue]
+    arrays.seeds[row] = request.seed  # pyright: ignore[reportIndexIssue]
+
+
+def first_state(
+    plan: MemoryPlan, model: ModelConfig, slots: int, sharding: jax.sharding.Sharding
+) -> tuple[Caches, StepOutput]:
+    """The empty pool and page tables, and an output of zeros, on the device.
+
+    The pool is made where it stays, so that there is never a second copy of it.
+    """
+    experts = model.expert_shape.experts if model.expert_shape else 0
+    pool = jnp.zeros((plan.pool_pages, plan.layout.page_words), jnp.uint32, device=sharding)
+    tables = tuple(
+        np.zeros((len(group.layers), slots, blocks), np.int32)
+        for group, blocks in zip(plan.layout.kv_groups, plan.kv_blocks, strict=True)
+    )
+    mass = np.zeros((len(model.moe_layers), experts), np.float32)
+    tokens = np.zeros(slots, np.int32)
+    tables, tokens, mass = jax.device_put((tables, tokens, mass), sharding)
+    return Caches(pool, tables), StepOutput(tokens, mass)
 
 
 class CompiledSteps:

@@ -4,40 +4,32 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pw_jax.engine.compiled import CompiledSteps, no_new_pages, no_sampling
+from pw_jax.engine.compiled import (
+    CompiledSteps,
+    fill_sampling,
+    first_state,
+    no_new_pages,
+    no_sampling,
+)
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make_requests
-from pw_jax.engine.kv_cache import KvCache, fill_new_pages
+from pw_jax.engine.kv_cache import KvCache, check_pages, fill_new_pages
 from pw_jax.engine.memory_plan import column_weight_bytes, plan_memory
 from pw_jax.engine.precision import ExpertSource, Precision
 from pw_jax.engine.sampling import GREEDY, Sampling
-from pw_jax.engine.sequence import Request, Sequence, check_request
-from pw_jax.engine.steps import Caches, StepOutput, Steps
+from pw_jax.engine.sequence import Request, Sequence, TokenEvent, check_request
+from pw_jax.engine.steps import Caches, Steps
 from pw_jax.engine.trace import StepRecord
 from pw_jax.engine.unread import PromptChunk, Unread
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
 from pw_jax.paging.allocator import Owner, PageAllocator
 from sharding.placement import device_memory
-
-
-class TokenEvent(NamedTuple):
-    """A token that the host has read.
-
-    Attributes:
-        sequence: Its sequence.
-        token: Token id.
-    """
-
-    sequence: Sequence
-    token: int
 
 
 class Engine:
@@ -78,20 +70,7 @@ class Engine:
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)
-        moe_layers = len(model.config.moe_layers)
-        experts_a_layer = model.config.expert_shape.experts if model.config.expert_shape else 0
-        pool_shape = (self.plan.pool_pages, self.layout.page_words)
-        self._caches = Caches(
-            jnp.zeros(pool_shape, jnp.uint32, device=sharding),  # made in place: no second copy
-            tuple(
-                jax.device_put(np.zeros((len(group.layers), config.slots, blocks), "i4"), sharding)
-                for group, blocks in zip(self.layout.kv_groups, self.plan.kv_blocks, strict=True)
-            ),
-        )
-        self._output = StepOutput(
-            jax.device_put(np.zeros(config.slots, np.int32), sharding),
-            jax.device_put(np.zeros((moe_layers, experts_a_layer), np.float32), sharding),
-        )
+        self._caches, self._output = first_state(self.plan, model.config, config.slots, sharding)
         self.precision: Precision | None = None
         self._column_weight: jax.Array | None = None
         if experts is not None:
@@ -225,15 +204,8 @@ class Engine:
         Raises:
             AssertionError: A page is lost, or has two owners.
         """
-        kv = [page for s in self._running.values() for held in s.pages for page in held]
-        owned = self.allocator.owned_ids(Owner.KV)
-        assert np.array_equal(np.sort(np.concatenate([*kv, np.zeros(0, "i4")])), owned)
-        if self.precision is not None:
-            weights = self.allocator.owned_ids(Owner.WEIGHT)
-            assert np.array_equal(self.precision.table.used_pages(), weights)
-        total = sum(self.allocator.owned(owner) for owner in Owner)
-        assert total == self.allocator.pages
-        assert self.allocator.owned(Owner.FREE) == self.allocator.free
+        table = self.precision.table if self.precision is not None else None
+        check_pages(self.allocator, list(self._running.values()), table)
 
     def _expert_pages(self):
         return self.precision.table.snapshot() if self.precision is not None else None
@@ -275,7 +247,7 @@ class Engine:
         chunk = np.zeros(self.config.prefill_chunk, np.int32)
         chunk[:count] = sequence.tokens[start : start + count]
         sampling = no_sampling(1)
-        _fill_sampling(sampling, 0, sequence.request)
+        fill_sampling(sampling, 0, sequence.request)
         self._caches, self._output, statistics = self._compiled.prefill(
             self._weights,
             self._caches,
@@ -317,7 +289,7 @@ class Engine:
         sampling = no_sampling(self.config.slots)
         for sequence in ready:
             fill_new_pages(new_pages, sequence.slot, sequence.slot, grown[sequence])
-            _fill_sampling(sampling, sequence.slot, sequence.request)
+            fill_sampling(sampling, sequence.slot, sequence.request)
             positions[sequence.slot] = sequence.cached
             sequence.cached += 1
             sequence.dispatched += 1
@@ -440,10 +412,3 @@ class Engine:
                 step_seconds=seconds,
             )
         )
-
-
-def _fill_sampling(arrays, row: int, request: Request) -> None:
-    arrays.temperature[row] = request.sampling.temperature
-    arrays.top_k[row] = request.sampling.top_k
-    arrays.top_p[row] = request.sampling.top_p
-    arrays.seeds[row] = request.seed

@@ -6,6 +6,7 @@ from pw_jax.engine.sequence import Sequence
 from pw_jax.engine.steps import NewPages
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.paging.layout import PagingLayout
+from pw_jax.paging.weight_pages import WeightPageTable
 
 
 class KvCache:
@@ -72,3 +73,20 @@ def fill_new_pages(
             new.slots[row + offset] = slot
             new.blocks[row + offset] = index
             new.pages[row + offset] = pages
+
+
+def check_pages(
+    allocator: PageAllocator, running: list[Sequence], table: WeightPageTable | None
+) -> None:
+    """Accounts for every page of the pool.
+
+    Raises:
+        AssertionError: A page is lost, or has two owners.
+    """
+    kv = [page for sequence in running for held in sequence.pages for page in held]
+    held = np.sort(np.concatenate([*kv, np.zeros(0, np.int32)]))
+    assert np.array_equal(held, allocator.owned_ids(Owner.KV))
+    if table is not None:
+        assert np.array_equal(table.used_pages(), allocator.owned_ids(Owner.WEIGHT))
+    assert sum(allocator.owned(owner) for owner in Owner) == allocator.pages
+    assert allocator.owned(Owner.FREE) == allocator.free

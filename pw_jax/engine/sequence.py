@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -122,3 +123,15 @@ class Sequence:
     def wants_token(self) -> bool:
         """True while another token is to be dispatched."""
         return not self.stopped and self.dispatched < self.request.max_new_tokens
+
+
+class TokenEvent(NamedTuple):
+    """A token that the host has read.
+
+    Attributes:
+        sequence: Its sequence.
+        token: Token id.
+    """
+
+    sequence: Sequence
+    token: int
