@@ -23,26 +23,22 @@ def on_gpu() -> bool:
     return (device.platform if device is not None else jax.default_backend()) == "gpu"
 
 
-def resolve(implementation: Implementation, *, pallas: bool) -> Literal["xla", "pallas"]:
-    """Settles ``"auto"`` and refuses what does not exist.
+def resolve(implementation: Implementation, *, proven: bool = True) -> Literal["xla", "pallas"]:
+    """Settles ``"auto"``.
 
     Args:
         implementation: ``"xla"`` is the jnp reference, ``"pallas"`` the GPU kernel (interpreted
-            where there is no GPU), ``"auto"`` the kernel where there is one for this device and the
-            reference elsewhere.
-        pallas: Whether the operation has a Pallas body.
+            where there is no GPU), ``"auto"`` the kernel on a GPU and the reference elsewhere.
+        proven: Whether the kernel has passed its tests on a GPU; until then ``"auto"`` is the
+            reference.
 
     Raises:
-        NotImplementedError: ``"pallas"`` was asked for and the operation has no such body. There is
-            no silent fallback.
         ValueError: Unknown name.
     """
     if implementation not in ("auto", "xla", "pallas"):
         raise ValueError(f"implementation must be auto, xla or pallas, got {implementation!r}")
     if implementation == "auto":
-        return "pallas" if pallas and on_gpu() else "xla"
-    if implementation == "pallas" and not pallas:
-        raise NotImplementedError("this operation has no Pallas kernel yet; use implementation=xla")
+        return "pallas" if proven and on_gpu() else "xla"
     return implementation
 
 

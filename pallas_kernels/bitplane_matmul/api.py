@@ -38,8 +38,6 @@ def bitplane_matmul(
         )
     if x.shape[1] != 32 * words:
         raise ValueError(f"x has {x.shape[1]} columns, the planes {32 * words}")
-    if implementation == "auto" and not PROVEN_ON_GPU:
-        implementation = "xla"
-    if resolve(implementation, pallas=True) == "xla":
+    if resolve(implementation, proven=PROVEN_ON_GPU) == "xla":
         return reference.bitplane_matmul(x, planes, table, scale)
     return kernel.bitplane_matmul(x, planes, table, scale)

@@ -22,7 +22,7 @@ def write_pages(
         images: New content.
         implementation: See :mod:`pallas_kernels.implementation`.
     """
-    body = kernels if resolve(implementation, pallas=True) == "pallas" else reference
+    body = kernels if resolve(implementation) == "pallas" else reference
     return body.write_pages(pool, ids, images)
 
 
@@ -47,5 +47,5 @@ def write_kv(
         layout: Layout of the layer's pages.
         implementation: See :mod:`pallas_kernels.implementation`.
     """
-    body = kernels if resolve(implementation, pallas=True) == "pallas" else reference
+    body = kernels if resolve(implementation) == "pallas" else reference
     return body.write_kv(pool, k, v, pages, offsets, layout)

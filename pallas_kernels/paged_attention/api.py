@@ -40,7 +40,7 @@ def paged_attention(
     Returns:
         Attention output in q's dtype.
     """
-    if resolve(implementation, pallas=True) == "xla":
+    if resolve(implementation) == "xla":
         return reference.paged_attention(q, pool, pages, positions, layout, scale, window, soft_cap)
     scores, words = Scores(scale, soft_cap), layout.words_per_head
     if q.shape[1] > 1:

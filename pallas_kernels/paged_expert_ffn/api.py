@@ -46,9 +46,7 @@ def paged_expert_ffn(
     Returns:
         float32 sums.
     """
-    if implementation == "auto" and not PROVEN_ON_GPU:
-        implementation = "xla"
-    chosen = resolve(implementation, pallas=True)
+    chosen = resolve(implementation, proven=PROVEN_ON_GPU)
     body = kernel.paged_expert_ffn if chosen == "pallas" else reference.paged_expert_ffn
     return body(
         x,

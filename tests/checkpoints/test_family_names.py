@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_moe import Weights, make_weights, write
+from tiny_moe import Weights, make_weights, split_experts, write
 
 from checkpoints.huggingface import Checkpoint, load_weights
 from pw_jax.errors import UserError
@@ -38,12 +38,12 @@ OPT: dict[str, Any] = {
 
 def hub_file(ours: Weights) -> Weights:
     """As in the hub's files and those of ``save_pretrained``."""
-    return _renamed_block(_separate(ours, ("w1", "w3", "w2")))
+    return _renamed_block(split_experts(ours, ("w1", "w3", "w2")))
 
 
 def separate(ours: Weights) -> Weights:
     """One tensor an expert and projection, named as in other families."""
-    return _separate(ours, ("gate_proj", "up_proj", "down_proj"))
+    return split_experts(ours)
 
 
 def fused(ours: Weights) -> Weights:
@@ -57,24 +57,6 @@ def fused_in_old_block(ours: Weights) -> Weights:
 
 def _renamed_block(weights: Weights) -> Weights:
     return {name.replace(".mlp.", ".block_sparse_moe."): a for name, a in weights.items()}
-
-
-def _separate(ours: Weights, projections: tuple[str, str, str]) -> Weights:
-    gate, up, down = projections
-    out = {}
-    for name, array in ours.items():
-        block, _, last = name.rpartition(".")
-        if not block.endswith(".experts"):
-            out[name] = array
-            continue
-        for expert, matrix in enumerate(array):
-            if last == "down_proj":
-                out[f"{block}.{expert}.{down}.weight"] = matrix.copy()
-            else:
-                first, second = np.split(matrix, 2)
-                out[f"{block}.{expert}.{gate}.weight"] = first.copy()
-                out[f"{block}.{expert}.{up}.weight"] = second.copy()
-    return out
 
 
 SPELLINGS = [hub_file, separate, fused, fused_in_old_block]

@@ -49,8 +49,16 @@ def make_weights(config: Mapping[str, Any], seed: int = 0) -> Weights:
     }
 
 
-def split_experts(weights: Weights) -> Weights:
-    """The same weights under the names of hub files: one tensor an expert and projection."""
+def split_experts(
+    weights: Weights, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Weights:
+    """The same weights with one tensor an expert and projection, as in the hub's files.
+
+    Args:
+        weights: Fused, by our names.
+        projections: What the file calls gate, up and down.
+    """
+    gate_name, up_name, down_name = projections
     out = {}
     for name, array in weights.items():
         block, _, last = name.rpartition(".")
@@ -59,11 +67,11 @@ def split_experts(weights: Weights) -> Weights:
             continue
         for expert, matrix in enumerate(array):
             if last == "down_proj":
-                out[f"{block}.{expert}.down_proj.weight"] = matrix.copy()
+                out[f"{block}.{expert}.{down_name}.weight"] = matrix.copy()
             else:
                 gate, up = np.split(matrix, 2)
-                out[f"{block}.{expert}.gate_proj.weight"] = gate.copy()
-                out[f"{block}.{expert}.up_proj.weight"] = up.copy()
+                out[f"{block}.{expert}.{gate_name}.weight"] = gate.copy()
+                out[f"{block}.{expert}.{up_name}.weight"] = up.copy()
     return out
 
 
