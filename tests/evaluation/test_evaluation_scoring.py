@@ -1,6 +1,7 @@
 """Scores against one unpadded forward pass at a time and float64 numpy."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,10 @@ def expected(model, one: Encoded) -> tuple[float, bool]:
 
 def test_batches_of_padded_sequences_score_as_each_alone(model, forward):
     asked = sequences(8)
-    compiled = forwards._hidden._cache_size()
+    jitted: Any = forwards._hidden
+    compiled = jitted._cache_size()
     scores = score(forward, asked, SHAPES)
-    assert forwards._hidden._cache_size() - compiled == len(SHAPES.lengths)
+    assert jitted._cache_size() - compiled == len(SHAPES.lengths)
     for one, found in zip(asked, scores, strict=True):
         total, greedy = expected(model, one)
         assert found.log_likelihood == pytest.approx(total, abs=2e-4)

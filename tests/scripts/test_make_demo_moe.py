@@ -157,6 +157,12 @@ def test_all_experts_together_are_the_dense_model(tmp_path, load, command, sourc
     assert (config.expert_shape.experts, config.shared_expert_ffn) == (4, 32)
     wanted = logits(dense_model(load, source), TOKENS)
     np.testing.assert_allclose(logits(model, TOKENS), wanted, rtol=0, atol=2e-5)
+    code, printed, _ = command("make_demo_moe", *arguments, "--out", tmp_path / "whole", "--dense")
+    assert code == 0
+    assert "the dense model" in printed
+    config, model = load_dense_model(tmp_path / "whole", jnp.float32)
+    assert config.model_type == "llama"
+    np.testing.assert_array_equal(logits(model, TOKENS), wanted)
 
 
 def test_gguf_weights_come_back_in_hugging_face_layout(load, source, weights):

