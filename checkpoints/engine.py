@@ -11,7 +11,7 @@ from checkpoints.store import MANIFEST, ExpertArrays, Store, open_store
 from checkpoints.text import load_tokenizer
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
-from pw_jax.engine.precision import CalibrationCounts
+from pw_jax.engine.expert_source import CalibrationCounts
 from pw_jax.engine.prompts import PromptCalibration
 from pw_jax.models import registry
 from pw_jax.paging.layout import ExpertFormat
@@ -20,7 +20,7 @@ from pw_jax.planner.residual import Heads
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The experts of a converted checkpoint; a :class:`pw_jax.engine.precision.ExpertSource`.
+    """The experts of a converted checkpoint; a :class:`pw_jax.engine.expert_source.ExpertSource`.
 
     Attributes:
         store: The checkpoint.

@@ -11,9 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw_jax.engine.memory_plan import MemoryPlan
-from pw_jax.engine.sampling import SamplingArrays
-from pw_jax.engine.sequence import Request
-from pw_jax.engine.steps import Caches, NewPages, StepOutput, Steps
+from pw_jax.engine.packing import Packing
+from pw_jax.engine.sampling import GREEDY, Sampling, SamplingArrays
+from pw_jax.engine.steps import (
+    Caches,
+    DecodeArguments,
+    NewPages,
+    PrefillArguments,
+    StepOutput,
+    Steps,
+)
 from pw_jax.models.config import ModelConfig
 from pw_jax.paging.layout import PagingLayout
 
@@ -46,12 +53,14 @@ def no_sampling(slots: int) -> SamplingArrays:
     )
 
 
-def fill_sampling(arrays: SamplingArrays, row: int, request: Request) -> None:
-    """Writes how a request samples into a step's (numpy) arguments."""
-    arrays.temperature[row] = request.sampling.temperature  # pyright: ignore[reportIndexIssue]
-    arrays.top_k[row] = request.sampling.top_k  # pyright: ignore[reportIndexIssue]
-    arrays.top_p[row] = request.sampling.top_p  # pyright: ignore[reportIndexIssue]
-    arrays.seeds[row] = request.seed  # pyright: ignore[reportIndexIssue]
+def fill_sampling(
+    arrays: SamplingArrays, row: int, sampling: Sampling = GREEDY, seed: int = 0
+) -> None:
+    """Writes how a row samples into a step's (numpy) arguments."""
+    arrays.temperature[row] = sampling.temperature  # pyright: ignore[reportIndexIssue]
+    arrays.top_k[row] = sampling.top_k  # pyright: ignore[reportIndexIssue]
+    arrays.top_p[row] = sampling.top_p  # pyright: ignore[reportIndexIssue]
+    arrays.seeds[row] = seed  # pyright: ignore[reportIndexIssue]
 
 
 def first_state(
@@ -76,6 +85,11 @@ def first_state(
 class CompiledSteps:
     """Executables of the decode step and the prefill chunk.
 
+    Attributes:
+        decode_arguments: The decode step's arguments, packed; the sampling of the slots is kept in
+            the defaults.
+        prefill_arguments: The prefill step's arguments, packed.
+
     Args:
         steps: The step functions.
         weights: The model's arrays.
@@ -98,34 +112,43 @@ class CompiledSteps:
     ):
         slots = output.tokens.shape[0]
         blocks = tuple(table.shape[2] for table in caches.kv_pages)
-        self.prefill_rows = 2 + max(
+        prefill_rows = 2 + max(
             prefill_chunk // group.layout.tokens_per_page for group in steps.layout.kv_groups
         )
-        self.blocks = blocks
-        common = (weights, caches, output, expert_pages)
         scalar = np.zeros((), np.int32)
-        self.decode = (
-            jax.jit(steps.decode, donate_argnums=1)
-            .lower(
-                *common,
+        self.decode_arguments = Packing(
+            DecodeArguments(
                 no_new_pages(steps.layout, slots, blocks),
-                np.zeros(slots, np.int32),
+                np.full(slots, -1, np.int32),
                 no_sampling(slots),
             )
-            .compile()
         )
-        self.prefill = (
-            jax.jit(steps.prefill, donate_argnums=1)
-            .lower(
-                *common,
-                no_new_pages(steps.layout, self.prefill_rows, blocks),
+        self.prefill_arguments = Packing(
+            PrefillArguments(
+                no_new_pages(steps.layout, prefill_rows, blocks),
                 np.zeros(prefill_chunk, np.int32),
                 scalar,
                 scalar,
                 scalar,
                 no_sampling(1),
-                column_weight,
             )
+        )
+
+        def decode(weights, caches, output, expert_pages, packed):
+            arguments = self.decode_arguments.unpack(packed)
+            return steps.decode(weights, caches, output, expert_pages, arguments)
+
+        def prefill(weights, caches, output, expert_pages, packed, column_weight):
+            arguments = self.prefill_arguments.unpack(packed)
+            return steps.prefill(weights, caches, output, expert_pages, arguments, column_weight)
+
+        common = (weights, caches, output, expert_pages)
+        self.decode = (
+            jax.jit(decode, donate_argnums=1).lower(*common, self.decode_arguments.vector).compile()
+        )
+        self.prefill = (
+            jax.jit(prefill, donate_argnums=1)
+            .lower(*common, self.prefill_arguments.vector, column_weight)
             .compile()
         )
 

@@ -1,6 +1,7 @@
 """Batch generation with continuous batching over one page pool."""
 
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -9,18 +10,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from pw_jax.engine.compiled import (
-    CompiledSteps,
-    fill_sampling,
-    first_state,
-    no_new_pages,
-    no_sampling,
-)
+from pw_jax.engine.compiled import CompiledSteps, fill_sampling, first_state
 from pw_jax.engine.config import EngineConfig
+from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make_requests
 from pw_jax.engine.kv_cache import KvCache, check_pages, fill_new_pages
 from pw_jax.engine.memory_plan import column_weight_bytes, plan_memory
-from pw_jax.engine.precision import ExpertSource, Precision
+from pw_jax.engine.precision import Precision
 from pw_jax.engine.sampling import GREEDY, Sampling
 from pw_jax.engine.sequence import Request, Sequence, TokenEvent, check_request
 from pw_jax.engine.steps import Caches, Steps
@@ -92,7 +88,7 @@ class Engine:
             self._column_weight,
         )
         self._waiting: deque[Sequence] = deque()
-        self._running: dict[int, Sequence] = {}
+        self._running: list[Sequence] = []  # by age
         self._unread: deque[Unread] = deque()
         self._arrivals = 0
         self._turns = 0
@@ -186,7 +182,8 @@ class Engine:
             with jax.profiler.TraceAnnotation("commit and restore"):
                 self._set_pool(self.precision.advance(self._caches.pool, restore=not self._waiting))
             self._plan_seconds += time.perf_counter() - began
-        self._admit()
+        if self._waiting:
+            self._admit()
         with jax.profiler.TraceAnnotation("prefill"):
             prefilled = self._prefill_step(events)
         with jax.profiler.StepTraceAnnotation("decode", step_num=self._turns):
@@ -205,7 +202,7 @@ class Engine:
             AssertionError: A page is lost, or has two owners.
         """
         table = self.precision.table if self.precision is not None else None
-        check_pages(self.allocator, list(self._running.values()), table)
+        check_pages(self.allocator, self._running, table)
 
     def _expert_pages(self):
         return self.precision.table.snapshot() if self.precision is not None else None
@@ -217,7 +214,8 @@ class Engine:
         self._caches = Caches(pool, self._caches.kv_pages)
 
     def _admit(self) -> None:
-        free_slots = [slot for slot in range(self.config.slots) if slot not in self._running]
+        taken = {sequence.slot for sequence in self._running}
+        free_slots = [slot for slot in range(self.config.slots) if slot not in taken]
         while free_slots and self._waiting:
             sequence = self._waiting[0]
             available = self.allocator.free
@@ -231,10 +229,12 @@ class Engine:
             self._waiting.popleft()
             sequence.slot = free_slots.pop(0)
             sequence.to_prefill = len(sequence.tokens)
-            self._running[sequence.slot] = sequence
+            insort(self._running, sequence, key=lambda s: s.number)
+            sampling = self._compiled.decode_arguments.defaults.sampling
+            fill_sampling(sampling, sequence.slot, sequence.request.sampling, sequence.request.seed)
 
     def _prefill_step(self, events: list[TokenEvent]) -> int:
-        sequence = next((s for s in self._by_age() if not s.prefilled), None)
+        sequence = next((s for s in self._running if not s.prefilled), None)
         if sequence is None:
             return 0
         start = sequence.cached
@@ -242,23 +242,21 @@ class Engine:
         grown = self._grow(sequence, start + count, events)
         if grown is None:
             return 0
-        new_pages = no_new_pages(self.layout, self._compiled.prefill_rows, self._compiled.blocks)
-        fill_new_pages(new_pages, 0, sequence.slot, grown)
-        chunk = np.zeros(self.config.prefill_chunk, np.int32)
-        chunk[:count] = sequence.tokens[start : start + count]
-        sampling = no_sampling(1)
-        fill_sampling(sampling, 0, sequence.request)
+        packed, arguments = self._compiled.prefill_arguments.fill()
+        fill_new_pages(arguments.new_pages, 0, sequence.slot, grown)
+        arguments.chunk[:count] = sequence.tokens[start : start + count]
+        arguments.slot[...], arguments.start[...], arguments.count[...] = (
+            sequence.slot,
+            start,
+            count,
+        )
+        fill_sampling(arguments.sampling, 0, sequence.request.sampling, sequence.request.seed)
         self._caches, self._output, statistics = self._compiled.prefill(
             self._weights,
             self._caches,
             self._output,
             self._expert_pages(),
-            new_pages,
-            chunk,
-            np.int32(sequence.slot),
-            np.int32(start),
-            np.int32(count),
-            sampling,
+            packed,
             self._column_weight,
         )
         sequence.cached += count
@@ -274,42 +272,32 @@ class Engine:
         return count
 
     def _decode_step(self, events: list[TokenEvent]) -> int:
-        grown = {}
-        for sequence in self._by_age():
-            if sequence.slot >= 0 and sequence.prefilled and sequence.wants_token:
-                blocks = self._grow(sequence, sequence.cached + 1, events)
-                if blocks is not None:
-                    grown[sequence] = blocks
+        wanting = [s for s in self._running if s.prefilled and s.wants_token]
+        short = [s for s in wanting if s.cached >= s.room]
+        if short:  # one plan for all: it costs much more than what it decides on
+            self._relieve(sum(self._kv.pages_needed(s, s.cached + 1) for s in short))
+        grown = {s: self._grow(s, s.cached + 1, events) for s in short}
         # Making room for one may have preempted or finished another.
-        ready = [s for s in grown if s.slot >= 0 and s.wants_token]
+        ready = [s for s in wanting if s.cached < s.room and s.wants_token] if short else wanting
         if not ready:
             return 0
-        new_pages = no_new_pages(self.layout, self.config.slots, self._compiled.blocks)
-        positions = np.full(self.config.slots, -1, np.int32)
-        sampling = no_sampling(self.config.slots)
+        packed, arguments = self._compiled.decode_arguments.fill()
         for sequence in ready:
-            fill_new_pages(new_pages, sequence.slot, sequence.slot, grown[sequence])
-            fill_sampling(sampling, sequence.slot, sequence.request)
-            positions[sequence.slot] = sequence.cached
+            blocks = grown.get(sequence)
+            if blocks:
+                fill_new_pages(arguments.new_pages, sequence.slot, sequence.slot, blocks)
+            arguments.positions[sequence.slot] = sequence.cached
             sequence.cached += 1
             sequence.dispatched += 1
         self._caches, self._output = self._compiled.decode(
-            self._weights,
-            self._caches,
-            self._output,
-            self._expert_pages(),
-            new_pages,
-            positions,
-            sampling,
+            self._weights, self._caches, self._output, self._expert_pages(), packed
         )
+        self._output.tokens.copy_to_host_async()
         self._dispatched_tokens += len(ready)
         self._unread.append(
             Unread(self._output, [(s.slot, s) for s in ready], self._dispatched_tokens)
         )
         return len(ready)
-
-    def _by_age(self) -> list[Sequence]:
-        return sorted(self._running.values(), key=lambda s: s.number)
 
     def _grow(self, sequence: Sequence, tokens: int, events: list[TokenEvent]):
         """Gives a sequence pages for ``tokens`` tokens, at the cost of precision, then of others.
@@ -326,7 +314,7 @@ class Engine:
             if self._unread:  # reading may finish a sequence, and a preemption must lose no token
                 events += self._read()
             else:
-                self._preempt(self._by_age()[-1])
+                self._preempt(self._running[-1])
         return None
 
     def _relieve(self, needed: int) -> None:
@@ -354,7 +342,8 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> None:
         self._kv.release(sequence)
-        del self._running[sequence.slot]
+        self._running.remove(sequence)
+        fill_sampling(self._compiled.decode_arguments.defaults.sampling, sequence.slot)
         sequence.slot = -1
         if self.precision is not None:
             self.precision.prompts.forget(sequence.number)
@@ -371,7 +360,7 @@ class Engine:
             self.precision.prompts.add(sequence.number, statistics, count, first=first)
         if not step.slots:
             return []
-        tokens = np.asarray(step.output.tokens)
+        tokens = np.asarray(step.output.tokens).tolist()
         self._reads += 1
         if self.precision is not None and self._reads % self.config.routing_read_steps == 0:
             self.precision.observe(np.asarray(step.output.routing_mass), step.dispatched_tokens)
@@ -379,7 +368,7 @@ class Engine:
         for slot, sequence in step.slots:
             if sequence.finished:  # the token after a stop token, drawn before it was read
                 continue
-            token = int(tokens[slot])
+            token = tokens[slot]
             sequence.generated.append(token)
             sequence.stopped = token in sequence.request.stop_token_ids
             events.append(TokenEvent(sequence, token))
@@ -389,7 +378,6 @@ class Engine:
 
     def _record(self, prefilled: int, decoded: int, seconds: float) -> None:
         self._turns += 1
-        precision = self.precision
         self.trace.append(
             StepRecord(
                 step=self._turns,
@@ -401,14 +389,9 @@ class Engine:
                 free_pages=self.allocator.free,
                 kv_pages=self.allocator.owned(Owner.KV),
                 weight_pages=self.allocator.owned(Owner.WEIGHT),
-                mean_bits=precision.mean_bits if precision is not None else None,
-                lowered=precision.lowered if precision is not None else 0,
-                raised=precision.raised if precision is not None else 0,
                 preemptions=self._preemptions,
-                failed=precision.failed if precision is not None else 0,
-                bytes_moved=precision.bytes_moved if precision is not None else 0,
-                bits=precision.table.histogram() if precision is not None else None,
                 plan_seconds=self._plan_seconds,
                 step_seconds=seconds,
+                **(self.precision.counters() if self.precision is not None else {}),
             )
         )

@@ -24,6 +24,8 @@ class KvCache:
 
     def pages_needed(self, sequence: Sequence, tokens: int) -> int:
         """Pages that a sequence lacks to hold ``tokens`` tokens."""
+        if tokens <= sequence.room:
+            return 0
         return sum(
             max(0, group.blocks(tokens) - len(held)) * len(group.layers)
             for group, held in zip(self._groups, self._held(sequence), strict=True)
@@ -47,6 +49,10 @@ class KvCache:
             own, ids = ids[: count * layers], ids[count * layers :]
             held.extend(own.reshape(count, layers))
             grown.append(list(enumerate(held[first:], start=first)))
+        sequence.room = min(
+            len(held) * group.layout.tokens_per_page
+            for group, held in zip(self._groups, sequence.pages, strict=True)
+        )
         return grown
 
     def release(self, sequence: Sequence) -> None:
@@ -55,7 +61,7 @@ class KvCache:
         if pages:
             self._allocator.give(np.concatenate(pages), Owner.KV)
         sequence.pages = []
-        sequence.cached = 0
+        sequence.cached = sequence.room = 0
 
     def _held(self, sequence: Sequence) -> list[list[np.ndarray]]:
         return sequence.pages or [[] for _ in self._groups]
@@ -88,5 +94,5 @@ def check_pages(
     assert np.array_equal(held, allocator.owned_ids(Owner.KV))
     if table is not None:
         assert np.array_equal(table.used_pages(), allocator.owned_ids(Owner.WEIGHT))
-    assert sum(allocator.owned(owner) for owner in Owner) == allocator.pages
+    assert all(allocator.owned(owner) == len(allocator.owned_ids(owner)) for owner in Owner)
     assert allocator.owned(Owner.FREE) == allocator.free

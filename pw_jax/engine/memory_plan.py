@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from pw_jax.engine.config import EngineConfig
-from pw_jax.engine.precision import ExpertSource
+from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.errors import UserError
 from pw_jax.models.config import ModelConfig
 from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout

@@ -1,17 +1,18 @@
 """Lowers and restores the precision of experts at step boundaries, as the planner says."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from pw_jax.engine.prompts import PromptCalibration, RunningPrompts
+from pw_jax.engine.expert_source import ExpertSource
+from pw_jax.engine.prompts import RunningPrompts
 from pw_jax.engine.trace import PlanEvent
 from pw_jax.paging.allocator import OutOfPagesError, PageAllocator
-from pw_jax.paging.host_pages import Block, ExpertArrays, HostPages, Transfer
-from pw_jax.paging.layout import MODULES, ExpertFormat, PagingLayout
+from pw_jax.paging.host_pages import Block, HostPages, Transfer
+from pw_jax.paging.layout import MODULES, PagingLayout
 from pw_jax.paging.mover import Mover
 from pw_jax.paging.weight_pages import WeightPageTable
 from pw_jax.planner.config import PlannerConfig
@@ -25,42 +26,22 @@ from pw_jax.planner.static import optimal_bits
 from sharding.placement import host_memory
 
 
-class CalibrationCounts(NamedTuple):
-    """What calibration saw of each expert.
+class _Nothing(NamedTuple):
+    """A plan that could raise nothing: it need not be made again while all this holds.
 
     Attributes:
-        routing_mass: Router weight summed over tokens, ``[L, E]``.
-        tokens_seen: Tokens routed to each expert, ``[L, E]``.
-        tokens: Tokens in all.
+        until: Boundary at which a block comes of age.
+        pages: Pages that were to be had.
+        histogram: Of the table: another object once a width has changed.
     """
 
-    routing_mass: np.ndarray
-    tokens_seen: np.ndarray
-    tokens: int
+    until: int
+    pages: int
+    histogram: dict[int, int]
 
-
-@runtime_checkable
-class ExpertSource(Protocol):
-    """Where the engine gets paged experts from: a converted checkpoint, or a test."""
-
-    @property
-    def expert_format(self) -> ExpertFormat:
-        """Widths and rows a table."""
-        ...
-
-    @property
-    def calibration(self) -> CalibrationCounts | None:
-        """What calibration saw; None if there was none: then damage is a plain squared error."""
-        ...
-
-    @property
-    def prompt_calibration(self) -> PromptCalibration | None:
-        """For the prompt correction; None if scripts/calibrate.py was not run."""
-        ...
-
-    def load_experts(self, layer: int, module: int) -> ExpertArrays:
-        """All experts of a module (0 gate_up, 1 down) of the layer-th MoE layer."""
-        ...
+    def still(self, step: int, pages: int, histogram: dict[int, int]) -> bool:
+        """Whether a plan would find nothing again."""
+        return step < self.until and pages <= self.pages and histogram is self.histogram
 
 
 class Precision:
@@ -120,6 +101,7 @@ class Precision:
         self.failed = 0
         self.events: list[PlanEvent] = []
         self._step = 0
+        self._nothing: _Nothing | None = None
         self._last_change = np.zeros(damage.shape[:3], np.int64)
         self._seen_mass = np.zeros(routing.mass.shape)
         self._seen_tokens = 0
@@ -143,11 +125,15 @@ class Precision:
             pool: The pool, for its shape and sharding.
         """
         host, modules = HostPages(layout, host_memory()), range(len(MODULES))
-        errors = []
+        errors, before = [], []
         for layer in range(layout.moe_layers):
             arrays = [source.load_experts(layer, module) for module in modules]
             for module in modules:
-                host.add(layer, module, arrays[module])
+                if before and arrays[module].planes is before[module].planes:
+                    host.share(layer, module, layer - 1)
+                else:
+                    host.add(layer, module, arrays[module])
+            before = arrays
             errors.append(np.stack([both.damage for both in arrays], axis=1))
         damage, seen = np.stack(errors).astype(np.float64), source.calibration
         routing = RoutingMass.uniform(layout.moe_layers, layout.experts, config)
@@ -165,8 +151,18 @@ class Precision:
     @property
     def mean_bits(self) -> float:
         """Mean committed width of a weight."""
-        sizes = np.array(self.table.block_weights)
-        return float((self.table.bits.mean(axis=(0, 1)) * sizes).sum() / sizes.sum())
+        return self.table.mean_bits
+
+    def counters(self) -> dict[str, Any]:
+        """What a `StepRecord` says about experts, by its fields."""
+        return {
+            "mean_bits": self.mean_bits,
+            "lowered": self.lowered,
+            "raised": self.raised,
+            "failed": self.failed,
+            "bytes_moved": self.bytes_moved,
+            "bits": self.table.histogram(),
+        }
 
     @property
     def floor_pages(self) -> int:
@@ -297,12 +293,21 @@ class Precision:
         available = pages_to_restore(
             self._config, self._allocator.free, kv_block_pages=self._kv_block_pages
         )
-        if available <= 0 or self._mover.staged_bytes:
+        if available <= 0 or self._mover.staged_bytes or self.table.at_parent:
+            return
+        histogram = self.table.histogram()
+        if self._nothing is not None and self._nothing.still(self._step, available, histogram):
             return
         movable = restorable(self._config, self._step, self._last_change, ~self._not_loading())
         plan = plan_restore(self._inputs(movable), available)
-        if len(plan):
-            self._plan_event("restore", plan, available)
+        if not len(plan):
+            age = self._config.restore_residence_steps - (self._step - self._last_change)
+            until = self._step + int(
+                age.min(initial=self._config.restore_residence_steps, where=age > 0)
+            )
+            self._nothing = _Nothing(until, available, histogram)
+            return
+        self._plan_event("restore", plan, available)
         for step in plan:
             block: Block = (step.layer, step.expert, step.module)
             try:

@@ -89,6 +89,7 @@ class Sequence:
         cached: Tokens whose keys and values are in pages, once all dispatched steps have run.
         dispatched: Generated tokens, those included that the host has not read yet.
         pages: For each KV group, the pages of each block: a list of int32 ``[layers]``.
+        room: Tokens that these pages hold.
         preemptions: How often its pages were taken away.
         stopped: A stop token has been read.
     """
@@ -101,6 +102,7 @@ class Sequence:
     cached: int = 0
     dispatched: int = 0
     pages: list[list[np.ndarray]] = field(default_factory=list)
+    room: int = 0
     preemptions: int = 0
     stopped: bool = False
 

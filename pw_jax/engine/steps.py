@@ -1,7 +1,7 @@
 """The two programs that an engine runs: a prefill chunk of one sequence, and a decode step."""
 
 from dataclasses import dataclass
-from typing import Any, cast, no_type_check
+from typing import Any, NamedTuple, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,40 @@ class StepOutput:
     routing_mass: Float32[Array, "L E"]
 
 
+class DecodeArguments(NamedTuple):
+    """What the host tells a decode step; numpy on the way in, traced arrays inside.
+
+    Attributes:
+        new_pages: At most one new block a slot and group.
+        positions: Position of each slot's last token, int32 ``[B]``; negative for empty slots.
+        sampling: How each slot samples.
+    """
+
+    new_pages: tuple[NewPages, ...]
+    positions: Any
+    sampling: SamplingArrays
+
+
+class PrefillArguments(NamedTuple):
+    """What the host tells a prefill step; likewise.
+
+    Attributes:
+        new_pages: New blocks of the sequence.
+        chunk: Token ids, int32 ``[C]``, padded on the right.
+        slot: The sequence's slot, int32 scalar.
+        start: Position of the chunk's first token, likewise.
+        count: Real tokens in the chunk, at least 1, likewise.
+        sampling: One row: how the sequence samples.
+    """
+
+    new_pages: tuple[NewPages, ...]
+    chunk: Any
+    slot: Any
+    start: Any
+    count: Any
+    sampling: SamplingArrays
+
+
 @dataclass(frozen=True)
 class Steps:
     """The step functions of one model; pure, to be compiled with the caches donated.
@@ -88,9 +122,7 @@ class Steps:
         caches: Caches,
         previous: StepOutput,
         expert_pages: tuple[ModulePages, ModulePages] | None,
-        new_pages: tuple[NewPages, ...],
-        positions: Int32[Array, " B"],
-        sampling: SamplingArrays,
+        arguments: DecodeArguments,
     ) -> tuple[Caches, StepOutput]:
         """One token for every slot with a position of 0 or more.
 
@@ -99,10 +131,9 @@ class Steps:
             caches: Donated.
             previous: Output of the step before.
             expert_pages: Snapshot of the weight page table.
-            new_pages: At most one new block a slot and group.
-            positions: Position of each slot's last token; negative for empty slots.
-            sampling: How each slot samples.
+            arguments: What the host says.
         """
+        new_pages, positions, sampling = arguments
         kv_pages = self._with_new_pages(caches, new_pages)
         model = self._model(weights)
         memory = self._memory(caches.pool, kv_pages, positions[:, None], expert_pages)
@@ -117,12 +148,7 @@ class Steps:
         caches: Caches,
         previous: StepOutput,
         expert_pages: tuple[ModulePages, ModulePages] | None,
-        new_pages: tuple[NewPages, ...],
-        chunk: Int32[Array, " C"],
-        slot: Int32[Array, ""],
-        start: Int32[Array, ""],
-        count: Int32[Array, ""],
-        sampling: SamplingArrays,
+        arguments: PrefillArguments,
         column_weight: Float32[Array, "L E D"] | None = None,
     ) -> tuple[Caches, StepOutput, PromptStatistics | None]:
         """Runs one chunk of one sequence and draws the token that follows it.
@@ -134,14 +160,10 @@ class Steps:
             caches: Donated.
             previous: Output of the step before.
             expert_pages: Snapshot of the weight page table.
-            new_pages: New blocks of the sequence.
-            chunk: Token ids, padded on the right.
-            slot: The sequence's slot.
-            start: Position of the chunk's first token.
-            count: Real tokens in the chunk, at least 1.
-            sampling: One row: how the sequence samples.
+            arguments: What the host says.
             column_weight: For the direct prompt correction; see `PromptObserver`.
         """
+        new_pages, chunk, slot, start, count, sampling = arguments
         kv_pages = self._with_new_pages(caches, new_pages)
         index = jnp.arange(chunk.shape[0], dtype=jnp.int32)
         positions = jnp.where(index < count, start + index, -1)[None]

@@ -43,10 +43,10 @@ class StepRecord:
     free_pages: int
     kv_pages: int
     weight_pages: int
-    mean_bits: float | None
-    lowered: int
-    raised: int
     preemptions: int
+    mean_bits: float | None = None
+    lowered: int = 0
+    raised: int = 0
     failed: int = 0
     bytes_moved: int = 0
     bits: Mapping[int, int] | None = None

@@ -33,6 +33,7 @@ class PageAllocator:
         self._owner[0] = Owner.RESERVED
         self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)[:-1].copy()
         self._free = pages - 1
+        self._owned = dict.fromkeys(Owner, 0) | {Owner.FREE: pages - 1, Owner.RESERVED: 1}
 
     @property
     def pages(self) -> int:
@@ -46,7 +47,7 @@ class PageAllocator:
 
     def owned(self, owner: Owner) -> int:
         """Pages of an owner."""
-        return int(np.count_nonzero(self._owner == owner))
+        return self._owned[owner]
 
     def take(self, count: int, owner: Owner) -> Int32[np.ndarray, " count"]:
         """Takes pages.
@@ -59,6 +60,7 @@ class PageAllocator:
         ids = self._stack[self._free - count : self._free].copy()
         self._free -= count
         self._owner[ids] = owner
+        self._count(owner, count)
         return ids
 
     def give(self, ids: Int32[np.ndarray, " count"], owner: Owner) -> None:
@@ -74,7 +76,12 @@ class PageAllocator:
         self._owner[ids] = Owner.FREE
         self._stack[self._free : self._free + len(ids)] = ids
         self._free += len(ids)
+        self._count(owner, -len(ids))
 
     def owned_ids(self, owner: Owner) -> Int32[np.ndarray, " count"]:
         """The ids of an owner's pages, ascending."""
         return np.flatnonzero(self._owner == owner).astype(np.int32)
+
+    def _count(self, owner: Owner, taken: int) -> None:
+        self._owned[owner] += taken
+        self._owned[Owner.FREE] -= taken

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -57,8 +57,23 @@ class ExpertArrays(Protocol):
         ...
 
 
+class _Images(NamedTuple):
+    """The images of all experts of one module of one layer.
+
+    Attributes:
+        planes: By expert, then by plane.
+        tables: By expert, then by width.
+    """
+
+    planes: list[list[jax.Array]]
+    tables: list[dict[int, jax.Array]]
+
+
 class HostPages:
     """All planes and tables of all blocks, kept for good: lowering a width copies nothing back.
+
+    Each plane and each table is an array of its own, because only whole arrays are copied to the
+    device beside a running step.
 
     Args:
         layout: The model's layouts, with paged experts.
@@ -68,10 +83,9 @@ class HostPages:
     def __init__(self, layout: PagingLayout, sharding: jax.sharding.Sharding):
         if layout.matrices is None:
             raise ValueError("this layout has no paged experts")
-        self.layout = layout
+        self._matrices = layout.matrices
         self._sharding = sharding
-        self._planes: dict[Block, list[jax.Array]] = {}
-        self._tables: dict[Block, dict[int, jax.Array]] = {}
+        self._images: dict[tuple[int, int], _Images] = {}
 
     def add(self, layer: int, module: int, arrays: ExpertArrays) -> None:
         """Takes one module of one layer from a checkpoint.
@@ -81,33 +95,34 @@ class HostPages:
             module: 0 gate_up, 1 down.
             arrays: All experts of the module.
         """
-        assert self.layout.matrices is not None
-        matrix = self.layout.matrices[module]
-        for expert in range(arrays.planes.shape[0]):
-            block = (layer, expert, module)
-            self._planes[block] = [
-                jax.device_put(image, self._sharding)
-                for image in matrix.plane_images(arrays.planes[expert])
-            ]
-            self._tables[block] = {
-                bits: jax.device_put(
-                    matrix.table_image(arrays.tables[bits][expert], arrays.scales[bits][expert]),
-                    self._sharding,
-                )
+        matrix = self._matrices[module]
+        planes = [list(matrix.plane_images(expert)) for expert in arrays.planes]
+        tables = [
+            {
+                bits: matrix.table_image(arrays.tables[bits][expert], arrays.scales[bits][expert])
                 for bits in matrix.widths
             }
+            for expert in range(len(planes))
+        ]
+        # One call for all: it takes a third of the time of a call each.
+        self._images[layer, module] = _Images(*jax.device_put((planes, tables), self._sharding))
+
+    def share(self, layer: int, module: int, of_layer: int) -> None:
+        """Gives a module of one layer the images of another's, where both have the same planes."""
+        self._images[layer, module] = self._images[of_layer, module]
 
     def plane(self, block: Block, plane: int) -> jax.Array:
         """Pages of one plane: uint32 ``[plane_pages, page_words]``."""
-        return self._planes[block][plane]
+        layer, expert, module = block
+        return self._images[layer, module].planes[expert][plane]
 
     def table(self, block: Block, bits: int) -> jax.Array:
         """Pages of one width's table: uint32 ``[table_pages, page_words]``."""
-        return self._tables[block][bits]
+        layer, expert, module = block
+        return self._images[layer, module].tables[expert][bits]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory held."""
-        planes = sum(image.nbytes for images in self._planes.values() for image in images)
-        tables = sum(image.nbytes for images in self._tables.values() for image in images.values())
-        return planes + tables
+        """Bytes of host memory held; images that blocks share count once."""
+        images = {id(image): image for image in jax.tree.leaves(list(self._images.values()))}
+        return sum(image.nbytes for image in images.values())

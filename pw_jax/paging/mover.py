@@ -61,23 +61,23 @@ class Mover:
         for size, group in by_size.items():
             for first in range(0, len(group), BATCH):
                 batch = group[first : first + BATCH]
-                images = [jax.device_put(transfer.image, self._target) for transfer in batch]
                 spare = BATCH - len(batch)
                 ids = np.zeros(BATCH * size, np.int32)
                 ids[: len(batch) * size] = np.concatenate([transfer.ids for transfer in batch])
-                images += [self._padding[size]] * spare
-                pool = self._writers[size](pool, tuple(images), jax.device_put(ids, self._target))
+                images = self.send(transfer.image for transfer in batch)
+                pool = self._writers[size](pool, (*images, *[self._padding[size]] * spare), ids)
         return pool
 
     def send(self, images: Iterable[jax.Array]) -> list[jax.Array]:
-        """Sends images ahead of a move that must not fail half-way."""
-        return [jax.device_put(image, self._target) for image in images]
+        """Copies images to the device, in one call; those that are there stay."""
+        return jax.device_put(list(images), self._target)
 
     def start(self, block: Block, transfers: Iterable[Transfer]) -> None:
         """Starts copies that run beside the steps; if one cannot be started, none is."""
+        transfers = list(transfers)
+        images = self.send(transfer.image for transfer in transfers)
         self._staged[block] = [
-            Transfer(jax.device_put(transfer.image, self._target), transfer.ids)
-            for transfer in transfers
+            Transfer(image, transfer.ids) for image, transfer in zip(images, transfers, strict=True)
         ]
 
     def settled(self) -> tuple[list[Block], list[Block]]:

@@ -60,6 +60,7 @@ class WeightPageTable:
         ]
         self._raises: dict[Block, _Raise] = {}
         self._snapshot: tuple[ModulePages, ModulePages] | None = None
+        self._summary: tuple[dict[int, int], float] | None = None
 
     @property
     def bits(self) -> Int8[np.ndarray, "L E 2"]:
@@ -67,9 +68,19 @@ class WeightPageTable:
         return self._bits.copy()
 
     def histogram(self) -> dict[int, int]:
-        """Blocks at each committed width, by width."""
-        counts = np.bincount(self._bits.reshape(-1), minlength=self.widths[-1] + 1)
-        return {bits: int(counts[bits]) for bits in self.widths}
+        """Blocks at each committed width, by width; the same object until a width changes."""
+        return self._summarize()[0]
+
+    @property
+    def mean_bits(self) -> float:
+        """Mean committed width of a weight."""
+        return self._summarize()[1]
+
+    @property
+    def at_parent(self) -> bool:
+        """Whether every block has its highest width."""
+        parent = self.widths[-1]
+        return self.histogram()[parent] == self._bits.size
 
     @property
     def loading(self) -> dict[Block, int]:
@@ -196,6 +207,14 @@ class WeightPageTable:
             ids += [pending.planes.reshape(-1), pending.table]
         return np.sort(np.concatenate(ids))
 
+    def _summarize(self) -> tuple[dict[int, int], float]:
+        if self._summary is None:
+            counts = np.bincount(self._bits.reshape(-1), minlength=self.widths[-1] + 1)
+            sizes = np.array(self.block_weights)
+            mean = float((self._bits.mean(axis=(0, 1)) * sizes).sum() / sizes.sum())
+            self._summary = {bits: int(counts[bits]) for bits in self.widths}, mean
+        return self._summary
+
     def _take_table(self, block: Block, bits: int) -> Transfer:
         image = self._host.table(block, bits)
         return Transfer(image, self._allocator.take(image.shape[0], Owner.WEIGHT))
@@ -205,7 +224,7 @@ class WeightPageTable:
         self._tables[module][layer, expert] = 0
         self._tables[module][layer, expert, : len(table)] = table
         self._bits[block] = bits
-        self._snapshot = None
+        self._snapshot = self._summary = None
 
     def _check_transition(self, block: Block, bits: int, *, lowering: bool) -> None:
         matrix, old = self._matrices[block[2]], int(self._bits[block])

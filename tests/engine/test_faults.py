@@ -7,6 +7,7 @@ import pytest
 from engine_doubles import MemoryExperts
 from test_engine import CONFIG, some_prompts
 
+from pw_jax.engine import precision as precision_module
 from pw_jax.engine.engine import Engine
 from pw_jax.paging.allocator import Owner
 from pw_jax.planner.config import PlannerConfig
@@ -147,3 +148,24 @@ def test_stopping_during_a_move_returns_what_it_had_reserved(engine):
     np.testing.assert_array_equal(precision.table.bits, bits)
     finish_raises(engine)
     assert tokens(engine) == expected
+
+
+def test_a_plan_that_found_nothing_waits_for_a_change(experts, monkeypatch):
+    """Planning costs more than a step: with nothing new, it must not be done again."""
+    planner = dataclasses.replace(PLANNER, restore_residence_steps=8)
+    config = dataclasses.replace(CONFIG, memory_budget_bytes=2 << 20, planner=planner)
+    engine = Engine(experts.paged(), config, experts)
+    lower(engine, 10)
+    plans = []
+    plan_restore = precision_module.plan_restore
+    monkeypatch.setattr(
+        precision_module, "plan_restore", lambda *a: plans.append(a) or plan_restore(*a)
+    )
+    for _ in range(8):  # the lowered blocks come of age at the last of these
+        advance(engine)
+    assert len(plans) == 2
+    finish_raises(engine)
+    made = len(plans)
+    for _ in range(20):
+        advance(engine)
+    assert len(plans) == made
