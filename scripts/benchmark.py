@@ -2,6 +2,8 @@
 
 python scripts/benchmark.py kernels --json docs/results/h200/kernels.json
 python scripts/benchmark.py tp --config DIR_OR_FILE --tp 8 --json docs/results/h200/tp.json
+python scripts/benchmark.py engine --model DIR_OR_FILE --batch 1 --bits 4 --json PATH
+python scripts/benchmark.py transformers --model DIR_OR_FILE --batch 1 --json PATH
 """
 
 import argparse
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from _command import run as run_command
@@ -19,6 +21,7 @@ from _command import run as run_command
 from checkpoints.tensor_files import read_json
 from pw_jax.errors import UserError
 from pw_jax.models import registry
+from pw_jax.models.moe import ExpertStore
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -35,7 +38,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     tp.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="in one call")
     tp.add_argument("--layers", type=int, default=8, help="in one call (default %(default)s)")
     tp.add_argument("--json", type=Path, required=True, help="where results go")
+    engine = commands.add_parser("engine", help="whole generations, with random weights")
+    _add_generation_flags(engine)
+    engine.add_argument("--experts", choices=get_args(ExpertStore), default="paged")
+    engine.add_argument(
+        "--budget-gib", type=float, help="weights and pages; default what is needed"
+    )
+    width = engine.add_mutually_exclusive_group()
+    width.add_argument("--bits", type=int, help="one width for all experts, which stays")
+    width.add_argument("--planner", choices=("on",), help="the planner chooses; the default")
+    engine.add_argument("--kv-ramp", action="store_true", help="the first text outlives the others")
+    engine.add_argument("--prefill-chunk", type=int, default=256, help="default %(default)s")
+    engine.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    engine.add_argument("--profile", type=Path, help="folder for a profile of some decode steps")
+    peer = commands.add_parser("transformers", help="the same with torch, to compare with")
+    _add_generation_flags(peer)
+    peer.add_argument("--mode", choices=("eager", "compiled"), default="eager")
     return parser.parse_args(argv)
+
+
+def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a config.json, or its folder")
+    add("--batch", type=int, nargs="+", default=[1], help="sequences at once; several run in turn")
+    add("--input-len", type=int, default=128, help="tokens of a prompt (default %(default)s)")
+    add("--output-len", type=int, default=128, help="tokens to generate (default %(default)s)")
+    add("--json", type=Path, required=True, help="where results go")
 
 
 def kernels(arguments: argparse.Namespace) -> None:
@@ -102,10 +130,63 @@ def tp(arguments: argparse.Namespace) -> None:
     run(config, name, arguments.tp, ratios, tokens, arguments.layers, report)
 
 
+def engine(arguments: argparse.Namespace) -> None:
+    """The ``engine`` command; runs anywhere, but only a GPU's times mean much."""
+    from _engine_benchmark import Job, run
+
+    records = []
+    for batch in arguments.batch:
+        job = Job(
+            config=arguments.model,
+            batch=batch,
+            input_len=arguments.input_len,
+            output_len=arguments.output_len,
+            experts=arguments.experts,
+            bits=arguments.bits,
+            budget_gib=arguments.budget_gib,
+            kv_ramp=arguments.kv_ramp,
+            prefill_chunk=arguments.prefill_chunk,
+            dtype=arguments.dtype,
+        )
+        record = run(job, arguments.profile)
+        records.append(record)
+        print(
+            f"{job.config} batch {batch}, {job.experts} {job.bits or 'planned'}: "
+            f"{record['decode_tokens_per_second']:.0f} tokens/s decoding, token "
+            f"{record['token_ms'][0]:.2f} ms (99%: {record['token_ms'][1]:.2f}), roofline "
+            f"{record['roofline_ms']:.2f} ms, host {record['host_ms'][0]:.2f} ms, first token "
+            f"{record['first_token_ms'][0]:.0f} ms, ready in {record['ready_seconds']:.0f} s",
+            flush=True,
+        )
+        _write(arguments.json, records)
+        if record["compilations"]:
+            raise RuntimeError(f"{record['compilations']} compilations after warm-up")
+
+
+def transformers(arguments: argparse.Namespace) -> None:
+    """The ``transformers`` command."""
+    from _transformers_benchmark import run
+
+    records = []
+    for batch in arguments.batch:
+        sizes = batch, arguments.input_len, arguments.output_len
+        record = run(arguments.model, *sizes, arguments.mode)
+        records.append(record)
+        print(f"{record['mode']} batch {batch}: token {record['token_ms']:.2f} ms", flush=True)
+        _write(arguments.json, records)
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    result = {"command": " ".join(["python", *sys.argv]), "records": records}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command."""
     arguments = parse(argv)
-    {"kernels": kernels, "tp": tp}[arguments.command](arguments)
+    commands = {"kernels": kernels, "tp": tp, "engine": engine, "transformers": transformers}
+    commands[arguments.command](arguments)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Engine:
         self._reads = 0
         self._dispatched_tokens = 0
         self._preemptions = 0
-        self._plan_seconds = 0.0
+        self._plan_seconds = self._wait_seconds = 0.0
         self._started = time.perf_counter()
         self.trace: list[StepRecord] = []
 
@@ -176,7 +176,7 @@ class Engine:
             Tokens read in this turn.
         """
         began = time.perf_counter()
-        self._plan_seconds = 0.0
+        self._plan_seconds = self._wait_seconds = 0.0
         events: list[TokenEvent] = []
         if self.precision is not None:
             with jax.profiler.TraceAnnotation("commit and restore"):
@@ -350,7 +350,9 @@ class Engine:
 
     def _read(self) -> list[TokenEvent]:
         """Reads the oldest unread step: waits for it, and no longer."""
-        step = self._unread.popleft()
+        step, began = self._unread.popleft(), time.perf_counter()
+        step.output.tokens.block_until_ready()
+        self._wait_seconds += time.perf_counter() - began
         if (
             step.prompt is not None
             and self.precision is not None
@@ -392,6 +394,7 @@ class Engine:
                 preemptions=self._preemptions,
                 plan_seconds=self._plan_seconds,
                 step_seconds=seconds,
+                wait_seconds=self._wait_seconds,
                 **(self.precision.counters() if self.precision is not None else {}),
             )
         )

@@ -32,6 +32,7 @@ class StepRecord:
         bits: Blocks at each committed width, by width.
         plan_seconds: Time of this turn that went into planning and moving.
         step_seconds: Time of this turn on the host, waiting for the step before included.
+        wait_seconds: Time of this turn that the host waited for the device.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepRecord:
     bits: Mapping[int, int] | None = None
     plan_seconds: float = 0.0
     step_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON values."""

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.implementation import on_gpu
 from pw_jax.errors import UserError
 from pw_jax.models.config import ExpertShape, ModelConfig
 from pw_jax.models.layers import ACTIVATIONS, GatedMlp, Linear
@@ -66,17 +67,54 @@ class DenseExperts(nnx.Module):
     ) -> Float[Array, "M D"]:
         """Weighted float32 sum of the chosen experts; the memory is not used."""
         del memory, moe_index
-        # Every expert sees every token and those not chosen get weight zero. With 8 experts of
-        # 128, top 4, on two CPU cores this takes 0.4 ms for 4 tokens and 6 to 16 ms for 512, and
-        # sorting plus `jax.lax.ragged_dot` 1.2 and 33 ms or more (XLA expands it into masked
-        # products over all experts and all k copies). It costs E / k times the least arithmetic,
-        # so a GPU with 60 experts or more may want the grouped product: measure there first.
-        gate_up = jnp.einsum("md,efd->emf", x, self.gate_up_proj[...])
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        hidden = ACTIVATIONS[self.activation](gate) * up
-        out = jnp.einsum("emf,edf->emd", hidden, self.down_proj[...])
-        spread = spread_weights(expert_ids, weights, out.shape[0])
-        return jnp.einsum("emd,me->md", out.astype(jnp.float32), spread)
+        arrays = self.gate_up_proj[...], self.down_proj[...]
+        # Fewer choices than experts: read the chosen ones only. Else nearly all are chosen by some
+        # token, and every expert sees every token: as many bytes, and sums that a GPU does not
+        # wait for. On two CPU cores, 8 experts of 128 and top 4, the whole product takes 0.4 ms for
+        # 4 tokens and 6 to 16 ms for 512; sorting plus `jax.lax.ragged_dot` 1.2 and 33 ms or more.
+        few = expert_ids.size < self.gate_up_proj.shape[0] and on_gpu()
+        product = chosen_experts if few else all_experts
+        return product(x, expert_ids, weights, *arrays, self.activation)
+
+
+def all_experts(
+    x: Float[Array, "M D"],
+    expert_ids: Int[Array, "M k"],
+    weights: Float[Array, "M k"],
+    gate_up_proj: Float[Array, "E F2 D"],
+    down_proj: Float[Array, "E D F"],
+    activation: str,
+) -> Float[Array, "M D"]:
+    """Multiplies all experts; those that a token did not choose get weight zero."""
+    gate_up = jnp.einsum("md,efd->emf", x, gate_up_proj)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    hidden = ACTIVATIONS[activation](gate) * up
+    out = jnp.einsum("emf,edf->emd", hidden, down_proj)
+    spread = spread_weights(expert_ids, weights, out.shape[0])
+    return jnp.einsum("emd,me->md", out.astype(jnp.float32), spread)
+
+
+def chosen_experts(
+    x: Float[Array, "M D"],
+    expert_ids: Int[Array, "M k"],
+    weights: Float[Array, "M k"],
+    gate_up_proj: Float[Array, "E F2 D"],
+    down_proj: Float[Array, "E D F"],
+    activation: str,
+) -> Float[Array, "M D"]:
+    """Multiplies each choice with its own expert.
+
+    Sums of products, not a matrix product: XLA reads the experts inside the sum, where it would
+    copy them out first for a matrix product.
+    """
+
+    def product(inputs: Float[Array, "#M #k K"], matrices: Float[Array, "E N K"]):
+        terms = matrices[expert_ids].astype(jnp.float32) * inputs[:, :, None].astype(jnp.float32)
+        return terms.sum(axis=-1).astype(inputs.dtype)
+
+    gate, up = jnp.split(product(x[:, None], gate_up_proj), 2, axis=-1)
+    out = product(ACTIVATIONS[activation](gate) * up, down_proj)
+    return (out.astype(jnp.float32) * weights[..., None]).sum(axis=1)
 
 
 class PagedExperts(nnx.Module):

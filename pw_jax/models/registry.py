@@ -171,15 +171,20 @@ def random_model(
     weights = {}
     for number, (name, shape) in enumerate(parameter_shapes(model).items()):
         draw = np.random.default_rng((seed, number)).standard_normal(shape.shape, np.float32)
-        if ("norm" in name or "scal" in name) and not name.endswith(".bias"):
-            weights[name] = 1 + 0.1 * draw
-        elif len(shape.shape) == 1:
-            weights[name] = 0.1 * draw
-        elif "embed" in name and not config.tie_word_embeddings:
-            weights[name] = draw
-        else:
-            weights[name] = draw * np.float32(shape.shape[-1] ** -0.5)
+        mean, spread = random_scale(config, name, shape.shape)
+        weights[name] = np.float32(mean) + np.float32(spread) * draw
     return set_weights(model, weights)
+
+
+def random_scale(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter's random values that keep activations alive."""
+    if ("norm" in name or "scal" in name) and not name.endswith(".bias"):
+        return 1.0, 0.1
+    if len(shape) == 1:
+        return 0.0, 0.1
+    if "embed" in name and not config.tie_word_embeddings:
+        return 0.0, 1.0
+    return 0.0, shape[-1] ** -0.5
 
 
 def parameter_count(model: nnx.Module) -> int:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from pallas_kernels.paged_expert_ffn import Activation
 from pw_jax.errors import UserError
+from pw_jax.models import moe
 from pw_jax.models.config import ExpertShape
 from pw_jax.models.layers import ACTIVATIONS
 from pw_jax.models.memory import SequenceMemory
@@ -19,6 +20,8 @@ from pw_jax.models.moe import (
     DenseExperts,
     PagedExperts,
     Router,
+    all_experts,
+    chosen_experts,
     routing_mass,
 )
 
@@ -71,15 +74,33 @@ def test_equal_scores_take_the_first_experts():
     np.testing.assert_array_equal(expert_ids, [[0, 1, 2]] * 2)
 
 
-def test_dense_experts_sum_the_chosen():
+@pytest.mark.parametrize("product", [all_experts, chosen_experts])
+def test_dense_experts_sum_the_chosen(product):
     experts, x = dense_experts(), normal(5, 16)
     expert_ids = np.array([[0, 1, 2], [5, 0, 3], [4, 2, 1], [0, 5, 4], [3, 4, 5]], np.int32)
     weights = np.abs(normal(5, 3, seed=4))
-    out = experts(jnp.asarray(x), jnp.asarray(expert_ids), jnp.asarray(weights), MEMORY, 0)
+    arrays = experts.gate_up_proj[...], experts.down_proj[...]
+    out = product(
+        jnp.asarray(x), jnp.asarray(expert_ids), jnp.asarray(weights), *arrays, SHAPE.activation
+    )
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(
         out, expected_sum(experts, x, expert_ids, weights), rtol=1e-4, atol=1e-4
     )
+
+
+def test_few_choices_on_a_gpu_read_the_chosen_only(monkeypatch):
+    """Six choices of six experts are not few; three are."""
+    made = []
+    for name in ("all_experts", "chosen_experts"):
+        monkeypatch.setattr(moe, name, lambda *a, name=name: made.append(name) or a[0])
+    experts, x = dense_experts(), jnp.asarray(normal(2, 16))
+    ids, weights = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3))
+    experts(x, ids, weights, MEMORY, 0)
+    monkeypatch.setattr(moe, "on_gpu", lambda: True)
+    experts(x, ids, weights, MEMORY, 0)
+    experts(x[:1], ids[:1], weights[:1], MEMORY, 0)
+    assert made == ["all_experts", "all_experts", "chosen_experts"]
 
 
 def test_bfloat16_experts_sum_in_float32():

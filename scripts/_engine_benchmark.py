@@ -1,0 +1,333 @@
+"""Whole generations with random weights: time, memory, moves, and the bytes that a step needs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.dummy import RandomExperts, dummy_engine, read_model_config
+from pw_jax.engine.config import EngineConfig
+from pw_jax.engine.engine import Engine
+from pw_jax.engine.sequence import Request, Sequence
+from pw_jax.engine.trace import StepRecord
+from pw_jax.models import registry
+from pw_jax.models.config import ModelConfig
+from pw_jax.models.moe import ExpertStore
+from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
+from pw_jax.planner.config import PlannerConfig
+
+MEASURED_BYTES_PER_SECOND = 4.0e12
+"""What reads of an H200's memory reach (docs/speed.md)."""
+
+RAMP_TOKENS = 4
+"""Tokens of a ramp's first sequence for each one of the others."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run.
+
+    Attributes:
+        config: A config.json.
+        batch: Sequences at once.
+        input_len: Tokens of a prompt.
+        output_len: Tokens to generate.
+        experts: Pages, or plain bfloat16 arrays.
+        bits: One fixed width for all experts; None leaves it to the planner.
+        budget_gib: For weights and pages; None takes just what is needed.
+        kv_ramp: The first sequence goes on alone, so that precision comes back.
+        prefill_chunk: Tokens of a prefill step.
+        dtype: Of weights and activations.
+    """
+
+    config: Path
+    batch: int
+    input_len: int
+    output_len: int
+    experts: ExpertStore = "paged"
+    bits: int | None = None
+    budget_gib: float | None = None
+    kv_ramp: bool = False
+    prefill_chunk: int = 256
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """What came out. Times of a token are those of turns that ran no prompt, in milliseconds.
+
+    Attributes:
+        ready_seconds: Making the engine: weights, host pages, compilation, loading the pool.
+        tokens_per_second: Generated tokens over the whole time, prompts included.
+        decode_tokens_per_second: Of the turns that ran no prompt.
+        first_token_ms: From the start to each sequence's first token: median and largest.
+        token_ms: Median and 99th percentile.
+        host_ms: Of these turns, the time that the host did not wait for the device: median and
+            99th percentile.
+        moving_token_ms: Median and 99th percentile of turns that planned or moved; None without.
+        needed_gb: Bytes that a median step must read, in 10^9; see `step_bytes`.
+        roofline_ms: The same over `MEASURED_BYTES_PER_SECOND`.
+        over_roofline: Median token time over it.
+        budget_bytes: For weights and pages.
+        temporary_bytes: What XLA adds during a step.
+        peak_bytes: The device's own count at most, loading included; None where it keeps none.
+        bits_first_least_last: Mean bits a weight; None without pages.
+        lowered: Blocks lowered.
+        raised: Blocks raised.
+        preemptions: Sequences preempted.
+        failed: Copies failed.
+        bytes_moved: Into the pool after loading.
+        compilations: After warm-up.
+        turns: In all.
+    """
+
+    ready_seconds: float
+    tokens_per_second: float
+    decode_tokens_per_second: float
+    first_token_ms: tuple[float, float]
+    token_ms: tuple[float, float]
+    host_ms: tuple[float, float]
+    moving_token_ms: tuple[float, float] | None
+    needed_gb: float
+    roofline_ms: float
+    over_roofline: float
+    budget_bytes: int
+    temporary_bytes: int
+    peak_bytes: int | None
+    bits_first_least_last: tuple[float, float, float] | None
+    lowered: int
+    raised: int
+    preemptions: int
+    failed: int
+    bytes_moved: int
+    compilations: int
+    turns: int
+
+
+def run(job: Job, trace: Path | None = None) -> dict[str, Any]:
+    """Runs a job, after a short one to warm up.
+
+    Args:
+        job: What to run.
+        trace: A folder for a profile of some decode steps, or None.
+
+    Returns:
+        The job and the record, ready for JSON.
+    """
+    model = read_model_config(job.config)
+    began = perf_counter()
+    engine = dummy_engine(job.config, engine_config(job, model), job.dtype, job.experts)
+    ready = perf_counter() - began
+    vocabulary = model.vocab_size
+    for request in _requests(job, vocabulary, new=4):
+        engine.submit(request)
+    list(engine.run())
+    first = len(engine.trace)
+    with count_compilations() as compiled:
+        sequences = [engine.submit(request) for request in _requests(job, vocabulary)]
+        began = perf_counter()
+        first_token: dict[int, float] = {}
+        profiled = False
+        while not engine.idle:
+            if trace is not None and not profiled and _is_steady(engine, first):
+                profiled = True
+                with jax.profiler.trace(str(trace)):
+                    events = [event for _ in range(8) for event in engine.step()]
+            else:
+                events = engine.step()
+            for event in events:
+                first_token.setdefault(event.sequence.number, perf_counter() - began)
+        seconds = perf_counter() - began
+    record = _record(engine, model, first, sequences, list(first_token.values()), seconds)
+    record = replace(record, ready_seconds=round(ready, 2), compilations=len(compiled))
+    device = jax.devices()[0]
+    return {
+        "job": {**asdict(job), "config": job.config.name},
+        "weights": "random; all layers share one layer's planes in host memory",
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        **asdict(record),
+    }
+
+
+def engine_config(job: Job, model: ModelConfig) -> EngineConfig:
+    """The engine's settings for a job."""
+    longest = job.input_len + job.output_len * (RAMP_TOKENS if job.kv_ramp else 1)
+    planner = PlannerConfig()
+    if job.bits is not None:
+        planner = PlannerConfig(bucket_floors=(job.bits,) * 3, page_movement=False)
+    config = EngineConfig(
+        slots=job.batch,
+        max_sequence_tokens=longest,
+        prefill_chunk=job.prefill_chunk,
+        planner=planner,
+    )
+    if job.budget_gib is not None:
+        return replace(config, memory_budget_bytes=int(job.budget_gib * 2**30))
+    if job.bits is not None and job.experts == "paged" and model.moe_layers:
+        return replace(config, memory_budget_bytes=exact_budget(job, model, config))
+    return config
+
+
+def exact_budget(job: Job, model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes that all experts at ``job.bits`` and all slots at full length need."""
+    layout = paging_layout(
+        model.kv_shapes,
+        kv_dtype=config.kv_dtype,
+        page_words=choose_page_words(
+            model.kv_shapes, kv_dtype=config.kv_dtype, expert_shape=model.expert_shape
+        ),
+        expert_shape=model.expert_shape,
+        expert_format=RandomExperts(model).expert_format,
+        moe_layers=len(model.moe_layers),
+    )
+    assert layout.matrices is not None
+    assert job.bits is not None
+    arrays = registry.parameter_count(registry.build_model(model, "paged"))
+    experts = layout.moe_layers * layout.experts
+    pages = 1 + config.slots * layout.kv_pages(config.max_sequence_tokens)
+    pages += experts * sum(matrix.pages(job.bits) for matrix in layout.matrices)
+    return arrays * jnp.dtype(job.dtype).itemsize + pages * layout.page_bytes
+
+
+def step_bytes(
+    model: ModelConfig,
+    layout: PagingLayout,
+    batch: int,
+    context: float,
+    mean_bits: float | None,
+) -> float:
+    """Bytes that one decode step cannot do without reading.
+
+    All weights outside the experts but for the embedding's unused rows; of the experts those that
+    ``batch`` tokens reach if they choose evenly and apart, ``E (1 - (1 - k / E)^B)`` a layer, at
+    their bits with the tables of the nearest width; keys and values of ``context`` tokens a
+    sequence, or of the window if that is less.
+
+    Args:
+        model: The model.
+        layout: Its pages.
+        batch: Sequences.
+        context: Tokens of each so far.
+        mean_bits: Of the experts; None for bfloat16 arrays.
+    """
+    outside = registry.parameter_shapes(registry.build_model(model, "paged", jnp.bfloat16))
+    total = 0.0
+    for name, shape in outside.items():
+        if "embed_tokens" not in name or model.tie_word_embeddings:
+            total += shape.size * shape.dtype.itemsize
+    shape = model.expert_shape
+    if shape is not None:
+        reached = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** batch)
+        if layout.matrices is None or mean_bits is None:
+            of_expert = 2.0 * 3 * shape.ffn * shape.embed
+        else:
+            of_expert = sum(
+                matrix.rows * matrix.columns * mean_bits / 8
+                + 4 * matrix.table_words(round(mean_bits))
+                for matrix in layout.matrices
+            )
+        total += len(model.moe_layers) * reached * of_expert
+    for group in layout.kv_groups:
+        seen = context if group.window is None else min(context, group.window)
+        total += batch * seen * 4 * group.layout.words_per_token * len(group.layers)
+    return total
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Names of what XLA compiled inside."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _requests(job: Job, vocabulary: int, new: int | None = None) -> list[Request]:
+    generator = np.random.default_rng(1)
+    prompts = generator.integers(0, vocabulary, (job.batch, job.input_len)).tolist()
+    lengths = [new or job.output_len] * job.batch
+    if job.kv_ramp and new is None:
+        lengths[0] *= RAMP_TOKENS
+    return [Request(tuple(prompt), most) for prompt, most in zip(prompts, lengths, strict=True)]
+
+
+def _is_steady(engine: Engine, first: int) -> bool:
+    """Eight turns in a row without a prompt have passed."""
+    last = engine.trace[first:][-8:]
+    return len(last) == 8 and all(r.decoded_tokens and not r.prefilled_tokens for r in last)
+
+
+def _record(
+    engine: Engine,
+    model: ModelConfig,
+    first: int,
+    sequences: list[Sequence],
+    first_token: list[float],
+    seconds: float,
+) -> EngineRecord:
+    before, trace = engine.trace[first - 1], engine.trace[first:]
+    decode = [r for r in trace if r.decoded_tokens and not r.prefilled_tokens]
+    batch = int(np.median([r.decoded_tokens for r in decode]))
+    bits = [r.mean_bits for r in trace if r.mean_bits is not None]
+    context = float(np.median([len(s.tokens) for s in sequences]))
+    context -= sequences[-1].request.max_new_tokens / 2
+    middle = float(np.median(bits)) if bits else None
+    needed = step_bytes(model, engine.layout, batch, context, middle)
+    roofline = 1e3 * needed / MEASURED_BYTES_PER_SECOND
+    token_ms = _spread([r.step_seconds for r in decode])
+    moving = _moving(decode, before)
+    last, memory = trace[-1], jax.devices()[0].memory_stats() or {}
+    return EngineRecord(
+        ready_seconds=0.0,
+        tokens_per_second=round(sum(len(s.generated) for s in sequences) / seconds, 1),
+        decode_tokens_per_second=round(
+            sum(r.decoded_tokens for r in decode) / sum(r.step_seconds for r in decode), 1
+        ),
+        first_token_ms=(
+            round(1e3 * float(np.median(first_token)), 3),
+            round(1e3 * max(first_token), 3),
+        ),
+        token_ms=token_ms,
+        host_ms=_spread([r.step_seconds - r.wait_seconds for r in decode]),
+        moving_token_ms=_spread([r.step_seconds for r in moving]) if moving else None,
+        needed_gb=round(needed / 1e9, 3),
+        roofline_ms=round(roofline, 3),
+        over_roofline=round(token_ms[0] / roofline, 2),
+        budget_bytes=engine.plan.budget_bytes,
+        temporary_bytes=engine.temporary_bytes,
+        peak_bytes=memory.get("peak_bytes_in_use"),
+        bits_first_least_last=(bits[0], min(bits), bits[-1]) if bits else None,
+        lowered=last.lowered - before.lowered,
+        raised=last.raised - before.raised,
+        preemptions=last.preemptions - before.preemptions,
+        failed=last.failed - before.failed,
+        bytes_moved=last.bytes_moved - before.bytes_moved,
+        compilations=0,
+        turns=len(trace),
+    )
+
+
+def _moving(decode: list[StepRecord], before: StepRecord) -> list[StepRecord]:
+    """Turns in which a block was lowered or raised."""
+    pairs = zip([before, *decode], decode, strict=False)
+    return [r for last, r in pairs if (r.lowered, r.raised) != (last.lowered, last.raised)]
+
+
+def _spread(seconds: list[float]) -> tuple[float, float]:
+    """Median and 99th percentile in milliseconds."""
+    median, high = np.percentile(seconds, (50, 99))
+    return round(1e3 * float(median), 3), round(1e3 * float(high), 3)
