@@ -4,14 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _step_profile import profile_steps
 
 from checkpoints.dummy import RandomExperts, dummy_engine, read_model_config
+from pallas_kernels.implementation import Implementation
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.sequence import Request, Sequence
@@ -20,11 +22,12 @@ from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.moe import ExpertStore
 from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
-from pw_jax.planner.config import PlannerConfig
+from pw_jax.planner.config import PlannerConfig, PlannerKind
 
 MEASURED_BYTES_PER_SECOND = 4.0e12
 """What reads of an H200's memory reach (docs/speed.md)."""
 
+PROFILED_STEPS = 8
 RAMP_TOKENS = 4
 """Tokens of a ramp's first sequence for each one of the others."""
 
@@ -40,10 +43,12 @@ class Job:
         output_len: Tokens to generate.
         experts: Pages, or plain bfloat16 arrays.
         bits: One fixed width for all experts; None leaves it to the planner.
+        planner: Which planner that is.
         budget_gib: For weights and pages; None takes just what is needed.
         kv_ramp: The first sequence goes on alone, so that precision comes back.
         prefill_chunk: Tokens of a prefill step.
         dtype: Of weights and activations.
+        implementation: Which kernels run.
     """
 
     config: Path
@@ -52,10 +57,12 @@ class Job:
     output_len: int
     experts: ExpertStore = "paged"
     bits: int | None = None
+    planner: PlannerKind = "full"
     budget_gib: float | None = None
     kv_ramp: bool = False
     prefill_chunk: int = 256
     dtype: str = "bfloat16"
+    implementation: Implementation = "auto"
 
 
 @dataclass(frozen=True)
@@ -110,12 +117,14 @@ class EngineRecord:
     turns: int
 
 
-def run(job: Job, trace: Path | None = None) -> dict[str, Any]:
+def run(job: Job, *, profile: bool = False, wait_for: Path | None = None) -> dict[str, Any]:
     """Runs a job, after a short one to warm up.
 
     Args:
         job: What to run.
-        trace: A folder for a profile of some decode steps, or None.
+        profile: Also show where the device spends the time of a decode step.
+        wait_for: Once all is ready, PATH.ready is made and PATH waited for, so that several runs
+            can be made ready at once and timed one by one.
 
     Returns:
         The job and the record, ready for JSON.
@@ -124,48 +133,72 @@ def run(job: Job, trace: Path | None = None) -> dict[str, Any]:
     began = perf_counter()
     engine = dummy_engine(job.config, engine_config(job, model), job.dtype, job.experts)
     ready = perf_counter() - began
-    vocabulary = model.vocab_size
-    for request in _requests(job, vocabulary, new=4):
+    for request in _requests(job, model.vocab_size, new=4):
         engine.submit(request)
     list(engine.run())
-    first = len(engine.trace)
+    if wait_for is not None:
+        wait_for.with_name(wait_for.name + ".ready").touch()
+        while not wait_for.exists():
+            sleep(0.05)
     with count_compilations() as compiled:
-        sequences = [engine.submit(request) for request in _requests(job, vocabulary)]
-        began = perf_counter()
-        first_token: dict[int, float] = {}
-        profiled = False
-        while not engine.idle:
-            if trace is not None and not profiled and _is_steady(engine, first):
-                profiled = True
-                with jax.profiler.trace(str(trace)):
-                    events = [event for _ in range(8) for event in engine.step()]
-            else:
-                events = engine.step()
-            for event in events:
-                first_token.setdefault(event.sequence.number, perf_counter() - began)
-        seconds = perf_counter() - began
-    record = _record(engine, model, first, sequences, list(first_token.values()), seconds)
+        measured = _measure(engine, _requests(job, model.vocab_size))
+    record = _record(engine, model, measured)
     record = replace(record, ready_seconds=round(ready, 2), compilations=len(compiled))
-    device = jax.devices()[0]
-    return {
+    result = {
         "job": {**asdict(job), "config": job.config.name},
         "weights": "random; all layers share one layer's planes in host memory",
-        "device": device.device_kind,
+        "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         **asdict(record),
     }
+    if profile:
+        result["profile_us"] = _profile(engine, _requests(job, model.vocab_size))
+    return result
+
+
+class _Measured(NamedTuple):
+    """One generation: its turns, the turn before, and when it all happened."""
+
+    before: StepRecord
+    trace: list[StepRecord]
+    sequences: list[Sequence]
+    first_token: list[float]
+    seconds: float
+
+
+def _measure(engine: Engine, requests: list[Request]) -> _Measured:
+    first = len(engine.trace)
+    sequences = [engine.submit(request) for request in requests]
+    began = perf_counter()
+    first_token: dict[int, float] = {}
+    for event in engine.run():
+        first_token.setdefault(event.sequence.number, perf_counter() - began)
+    seconds = perf_counter() - began
+    times = list(first_token.values())
+    return _Measured(engine.trace[first - 1], engine.trace[first:], sequences, times, seconds)
+
+
+def _profile(engine: Engine, requests: list[Request]) -> dict[str, Any]:
+    """Decode steps in the middle of another generation."""
+    sequences = [engine.submit(request) for request in requests]
+    while any(len(sequence.generated) < PROFILED_STEPS for sequence in sequences):
+        engine.step()
+    profile = profile_steps(engine.step, PROFILED_STEPS)
+    list(engine.run())
+    return profile
 
 
 def engine_config(job: Job, model: ModelConfig) -> EngineConfig:
     """The engine's settings for a job."""
     longest = job.input_len + job.output_len * (RAMP_TOKENS if job.kv_ramp else 1)
-    planner = PlannerConfig()
+    planner = PlannerConfig(kind=job.planner)
     if job.bits is not None:
         planner = PlannerConfig(bucket_floors=(job.bits,) * 3, page_movement=False)
     config = EngineConfig(
         slots=job.batch,
         max_sequence_tokens=longest,
         prefill_chunk=job.prefill_chunk,
+        implementation=job.implementation,
         planner=planner,
     )
     if job.budget_gib is not None:
@@ -265,21 +298,8 @@ def _requests(job: Job, vocabulary: int, new: int | None = None) -> list[Request
     return [Request(tuple(prompt), most) for prompt, most in zip(prompts, lengths, strict=True)]
 
 
-def _is_steady(engine: Engine, first: int) -> bool:
-    """Eight turns in a row without a prompt have passed."""
-    last = engine.trace[first:][-8:]
-    return len(last) == 8 and all(r.decoded_tokens and not r.prefilled_tokens for r in last)
-
-
-def _record(
-    engine: Engine,
-    model: ModelConfig,
-    first: int,
-    sequences: list[Sequence],
-    first_token: list[float],
-    seconds: float,
-) -> EngineRecord:
-    before, trace = engine.trace[first - 1], engine.trace[first:]
+def _record(engine: Engine, model: ModelConfig, measured: _Measured) -> EngineRecord:
+    before, trace, sequences, first_token, seconds = measured
     decode = [r for r in trace if r.decoded_tokens and not r.prefilled_tokens]
     batch = int(np.median([r.decoded_tokens for r in decode]))
     bits = [r.mean_bits for r in trace if r.mean_bits is not None]

@@ -19,9 +19,10 @@ import jax
 from _command import run as run_command
 
 from checkpoints.tensor_files import read_json
+from pallas_kernels.implementation import Implementation
 from pw_jax.errors import UserError
 from pw_jax.models import registry
-from pw_jax.models.moe import ExpertStore
+from pw_jax.planner.config import PlannerKind
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,17 +41,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     tp.add_argument("--json", type=Path, required=True, help="where results go")
     engine = commands.add_parser("engine", help="whole generations, with random weights")
     _add_generation_flags(engine)
-    engine.add_argument("--experts", choices=get_args(ExpertStore), default="paged")
+    engine.add_argument("--experts", choices=("paged", "bf16"), default="paged")
     engine.add_argument(
         "--budget-gib", type=float, help="weights and pages; default what is needed"
     )
     width = engine.add_mutually_exclusive_group()
     width.add_argument("--bits", type=int, help="one width for all experts, which stays")
-    width.add_argument("--planner", choices=("on",), help="the planner chooses; the default")
+    width.add_argument("--planner", choices=get_args(PlannerKind), default="full")
     engine.add_argument("--kv-ramp", action="store_true", help="the first text outlives the others")
     engine.add_argument("--prefill-chunk", type=int, default=256, help="default %(default)s")
     engine.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    engine.add_argument("--profile", type=Path, help="folder for a profile of some decode steps")
+    engine.add_argument("--implementation", choices=get_args(Implementation), default="auto")
+    engine.add_argument("--profile", action="store_true", help="also a decode step by kernel")
+    engine.add_argument("--wait-for", type=Path, help="be ready, then wait until this file exists")
     peer = commands.add_parser("transformers", help="the same with torch, to compare with")
     _add_generation_flags(peer)
     peer.add_argument("--mode", choices=("eager", "compiled"), default="eager")
@@ -141,17 +144,19 @@ def engine(arguments: argparse.Namespace) -> None:
             batch=batch,
             input_len=arguments.input_len,
             output_len=arguments.output_len,
-            experts=arguments.experts,
+            experts="dense" if arguments.experts == "bf16" else "paged",
             bits=arguments.bits,
+            planner=arguments.planner,
             budget_gib=arguments.budget_gib,
             kv_ramp=arguments.kv_ramp,
             prefill_chunk=arguments.prefill_chunk,
             dtype=arguments.dtype,
+            implementation=arguments.implementation,
         )
-        record = run(job, arguments.profile)
+        record = run(job, profile=arguments.profile, wait_for=arguments.wait_for)
         records.append(record)
         print(
-            f"{job.config} batch {batch}, {job.experts} {job.bits or 'planned'}: "
+            f"{job.config} batch {batch}, {job.experts} {job.bits or job.planner}: "
             f"{record['decode_tokens_per_second']:.0f} tokens/s decoding, token "
             f"{record['token_ms'][0]:.2f} ms (99%: {record['token_ms'][1]:.2f}), roofline "
             f"{record['roofline_ms']:.2f} ms, host {record['host_ms'][0]:.2f} ms, first token "

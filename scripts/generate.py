@@ -19,6 +19,7 @@ from _watch import watched
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints.dummy import dummy_engine
 from checkpoints.engine import load_engine
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
@@ -36,6 +37,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Batch generation under a memory budget.")
     add = parser.add_argument
     add("--model", required=True, help="folder made by scripts/convert.py, or a Hugging Face one")
+    add(
+        "--load-format",
+        choices=("checkpoint", "dummy"),
+        default="checkpoint",
+        help="dummy: random weights, from the config.json of --model alone",
+    )
     add("--prompt", action="append", default=[], help="a prompt; may be given again")
     add("--prompts", type=Path, help='file: a prompt a line, or .jsonl with "prompt" in each line')
     add("--chat", action="store_true", help="put each prompt into the model's chat template")
@@ -206,7 +213,8 @@ def main(argv: Sequence[str] | None) -> None:
         sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
     except ValueError as problem:
         raise UserError(str(problem)) from problem
-    engine = load_engine(flags.model, config, default_dtype(flags.dtype))
+    make = load_engine if flags.load_format == "checkpoint" else dummy_engine
+    engine = make(Path(flags.model), config, default_dtype(flags.dtype))
     tokenizer: Any = engine.tokenizer
     requests = make_requests(
         with_chat_template(tokenizer, prompts) if flags.chat else prompts,

@@ -1,6 +1,7 @@
 """scripts/generate.py as a user calls it: results, and one line for every mistake."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,13 @@ def test_an_unfinished_conversion_is_refused(command, converted, tmp_path):
     code, _, err = generate(command, partial)
     assert code == 2
     assert "unfinished" in err
+
+
+def test_dummy_weights_need_a_config_only(command, source, tmp_path):
+    shutil.copy(source / "config.json", tmp_path)
+    flags = ("--load-format", "dummy", "--memory-budget-mib", "3", "--json", "-")
+    code, out, _ = generate(command, tmp_path, *flags)
+    report = json.loads(out)
+    assert code == 0
+    assert report["last_step"]["mean_bits"] == 8
+    assert len(report["generations"][0]["tokens"]) == 5
