@@ -80,7 +80,7 @@ class RandomExperts:
     calibration: CalibrationCounts | None = None
     prompt_calibration: PromptCalibration | None = None
 
-    @cached_property
+    @property
     def expert_format(self) -> ExpertFormat:
         """Widths, and rows a table as a conversion would choose."""
         shape = self.config.expert_shape

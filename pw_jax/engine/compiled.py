@@ -63,6 +63,14 @@ def fill_sampling(
     arrays.seeds[row] = seed  # pyright: ignore[reportIndexIssue]
 
 
+def fill_chunk(arguments: PrefillArguments, slot: int, start: int, tokens: list[int]) -> None:
+    """Writes a prompt's chunk into a prefill step's (numpy) arguments."""
+    arguments.chunk[: len(tokens)] = tokens
+    arguments.slot[...] = slot
+    arguments.start[...] = start
+    arguments.count[...] = len(tokens)
+
+
 def first_state(
     plan: MemoryPlan, model: ModelConfig, slots: int, sharding: jax.sharding.Sharding
 ) -> tuple[Caches, StepOutput]:
@@ -83,7 +91,7 @@ def first_state(
 
 
 class CompiledSteps:
-    """Executables of the decode step and the prefill chunk.
+    """Executables of the decode step, of the prefill chunk, and of the draws after each.
 
     Attributes:
         decode_arguments: The decode step's arguments, packed; the sampling of the slots is kept in
@@ -142,15 +150,22 @@ class CompiledSteps:
             arguments = self.prefill_arguments.unpack(packed)
             return steps.prefill(weights, caches, output, expert_pages, arguments, column_weight)
 
+        def draw_decoded(logits, output, packed):
+            return steps.draw_decoded(logits, output, self.decode_arguments.unpack(packed))
+
+        def draw_prefilled(logits, output, packed):
+            return steps.draw_prefilled(logits, output, self.prefill_arguments.unpack(packed))
+
         common = (weights, caches, output, expert_pages)
-        self.decode = (
-            jax.jit(decode, donate_argnums=1).lower(*common, self.decode_arguments.vector).compile()
-        )
-        self.prefill = (
-            jax.jit(prefill, donate_argnums=1)
-            .lower(*common, self.prefill_arguments.vector, column_weight)
-            .compile()
-        )
+        decoded, prefilled = self.decode_arguments.vector, self.prefill_arguments.vector
+        lowered = jax.jit(decode, donate_argnums=1).lower(*common, decoded)
+        self.decode = lowered.compile()
+        logits = jax.ShapeDtypeStruct(lowered.out_info[2].shape, jnp.float32)
+        self.draw_decoded = jax.jit(draw_decoded).lower(logits, output, decoded).compile()
+        lowered = jax.jit(prefill, donate_argnums=1).lower(*common, prefilled, column_weight)
+        self.prefill = lowered.compile()
+        logits = jax.ShapeDtypeStruct(lowered.out_info[2].shape, jnp.float32)
+        self.draw_prefilled = jax.jit(draw_prefilled).lower(logits, output, prefilled).compile()
 
     @property
     def temporary_bytes(self) -> int:

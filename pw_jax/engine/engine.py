@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from pw_jax.engine.compiled import CompiledSteps, fill_sampling, first_state
+from pw_jax.engine.compiled import CompiledSteps, fill_chunk, fill_sampling, first_state
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make_requests
@@ -244,14 +244,9 @@ class Engine:
             return 0
         packed, arguments = self._compiled.prefill_arguments.fill()
         fill_new_pages(arguments.new_pages, 0, sequence.slot, grown)
-        arguments.chunk[:count] = sequence.tokens[start : start + count]
-        arguments.slot[...], arguments.start[...], arguments.count[...] = (
-            sequence.slot,
-            start,
-            count,
-        )
+        fill_chunk(arguments, sequence.slot, start, sequence.tokens[start : start + count])
         fill_sampling(arguments.sampling, 0, sequence.request.sampling, sequence.request.seed)
-        self._caches, self._output, statistics = self._compiled.prefill(
+        self._caches, self._output, logits, statistics = self._compiled.prefill(
             self._weights,
             self._caches,
             self._output,
@@ -259,6 +254,8 @@ class Engine:
             packed,
             self._column_weight,
         )
+        if sequence.samples:
+            self._output = self._compiled.draw_prefilled(logits, self._output, packed)
         sequence.cached += count
         self._dispatched_tokens += count
         drawn = []
@@ -289,9 +286,11 @@ class Engine:
             arguments.positions[sequence.slot] = sequence.cached
             sequence.cached += 1
             sequence.dispatched += 1
-        self._caches, self._output = self._compiled.decode(
+        self._caches, self._output, logits = self._compiled.decode(
             self._weights, self._caches, self._output, self._expert_pages(), packed
         )
+        if any(sequence.samples for sequence in ready):
+            self._output = self._compiled.draw_decoded(logits, self._output, packed)
         self._output.tokens.copy_to_host_async()
         self._dispatched_tokens += len(ready)
         self._unread.append(

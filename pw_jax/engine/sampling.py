@@ -6,7 +6,6 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 
@@ -72,7 +71,7 @@ def _filter(logits: Float32[Array, " V"], top_k: jax.Array, top_p: jax.Array) ->
 def sample(
     logits: Float32[Array, "B V"], sampling: SamplingArrays, positions: Int32[Array, " B"]
 ) -> Int32[Array, " B"]:
-    """Draws one token a slot.
+    """Draws one token a slot; the most likely one where the temperature is 0.
 
     Args:
         logits: Scores of the next token.
@@ -85,11 +84,11 @@ def sample(
         scaled = logits / jnp.where(temperature > 0, temperature, jnp.float32(1))
         return jax.random.categorical(key, _filter(scaled, top_k, top_p)).astype(jnp.int32)
 
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     s = sampling
-    drawn = lax.cond(
-        jnp.any(s.temperature > 0),  # sorting the vocabulary is skipped when all are greedy
-        lambda: jax.vmap(draw)(logits, s.temperature, s.top_k, s.top_p, s.seeds, positions),
-        lambda: greedy,
-    )
-    return jnp.where(s.temperature > 0, drawn, greedy)
+    drawn = jax.vmap(draw)(logits, s.temperature, s.top_k, s.top_p, s.seeds, positions)
+    return jnp.where(s.temperature > 0, drawn, most_likely(logits))
+
+
+def most_likely(logits: Float32[Array, "B V"]) -> Int32[Array, " B"]:
+    """The greedy choice of each slot."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -112,6 +112,11 @@ class Sequence:
         return [*self.request.prompt, *self.generated]
 
     @property
+    def samples(self) -> bool:
+        """True if its tokens are drawn, not just the most likely."""
+        return self.request.sampling.temperature > 0
+
+    @property
     def prefilled(self) -> bool:
         """True when only decoding is left: all tokens but the last drawn one are cached."""
         return self.cached >= self.to_prefill

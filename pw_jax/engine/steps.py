@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.paged_expert_ffn import ModulePages
-from pw_jax.engine.sampling import HostOrDevice, SamplingArrays, sample
+from pw_jax.engine.sampling import HostOrDevice, SamplingArrays, most_likely, sample
 from pw_jax.models.decoder import CausalLm, Output
 from pw_jax.paging.layout import PagingLayout
 from pw_jax.paging.memory import PagedMemory
@@ -123,8 +123,8 @@ class Steps:
         previous: StepOutput,
         expert_pages: tuple[ModulePages, ModulePages] | None,
         arguments: DecodeArguments,
-    ) -> tuple[Caches, StepOutput]:
-        """One token for every slot with a position of 0 or more.
+    ) -> tuple[Caches, StepOutput, Float32[Array, "B V"]]:
+        """The most likely token for every slot with a position of 0 or more, and the logits.
 
         Args:
             weights: The model's arrays, as flat leaves (a tree costs the host time a step).
@@ -133,14 +133,14 @@ class Steps:
             expert_pages: Snapshot of the weight page table.
             arguments: What the host says.
         """
-        new_pages, positions, sampling = arguments
+        new_pages, positions, _ = arguments
         kv_pages = self._with_new_pages(caches, new_pages)
         model = self._model(weights)
         memory = self._memory(caches.pool, kv_pages, positions[:, None], expert_pages)
         out = model(previous.tokens[:, None], jnp.maximum(positions, 0)[:, None], memory)
-        drawn = sample(model.logits(out.hidden[:, 0]), sampling, positions)
-        tokens = jnp.where(positions >= 0, drawn, previous.tokens)
-        return _finish(out, kv_pages, tokens, previous)
+        logits = model.logits(out.hidden[:, 0])
+        tokens = jnp.where(positions >= 0, most_likely(logits), previous.tokens)
+        return *_finish(out, kv_pages, tokens, previous), logits
 
     def prefill(
         self,
@@ -150,10 +150,10 @@ class Steps:
         expert_pages: tuple[ModulePages, ModulePages] | None,
         arguments: PrefillArguments,
         column_weight: Float32[Array, "L E D"] | None = None,
-    ) -> tuple[Caches, StepOutput, PromptStatistics | None]:
-        """Runs one chunk of one sequence and draws the token that follows it.
+    ) -> tuple[Caches, StepOutput, Float32[Array, "1 V"], PromptStatistics | None]:
+        """Runs one chunk of one sequence: the most likely token that follows it, and the logits.
 
-        Only the draw after a prompt's last chunk means anything; earlier ones are overwritten.
+        Only the token after a prompt's last chunk means anything; earlier ones are overwritten.
 
         Args:
             weights: The model's arrays, as flat leaves (a tree costs the host time a step).
@@ -163,7 +163,7 @@ class Steps:
             arguments: What the host says.
             column_weight: For the direct prompt correction; see `PromptObserver`.
         """
-        new_pages, chunk, slot, start, count, sampling = arguments
+        new_pages, chunk, slot, start, count, _ = arguments
         kv_pages = self._with_new_pages(caches, new_pages)
         index = jnp.arange(chunk.shape[0], dtype=jnp.int32)
         positions = jnp.where(index < count, start + index, -1)[None]
@@ -173,10 +173,31 @@ class Steps:
         memory = self._memory(caches.pool, own, positions, expert_pages, observer)
         out = model(chunk[None], jnp.maximum(positions, 0), memory)
         last = jax.lax.dynamic_slice_in_dim(out.hidden[0], count - 1, 1, axis=0)
-        drawn = sample(model.logits(last), sampling, (start + count - 1)[None])
-        tokens = previous.tokens.at[slot].set(drawn[0])
+        logits = model.logits(last)
+        tokens = previous.tokens.at[slot].set(most_likely(logits)[0])
         seen = observer.statistics() if observer is not None else None
-        return *_finish(out, kv_pages, tokens, previous), seen
+        return *_finish(out, kv_pages, tokens, previous), logits, seen
+
+    # Draws are programs of their own, run when a temperature asks for them. A condition inside the
+    # step would make the host wait, on a GPU, for all that comes before it.
+
+    @staticmethod
+    def draw_decoded(
+        logits: Float32[Array, "B V"], output: StepOutput, arguments: DecodeArguments
+    ) -> StepOutput:
+        """A decode step's output with the tokens drawn as each slot's sampling says."""
+        drawn = sample(logits, arguments.sampling, arguments.positions)
+        tokens = jnp.where(arguments.positions >= 0, drawn, output.tokens)
+        return StepOutput(tokens, output.routing_mass)
+
+    @staticmethod
+    def draw_prefilled(
+        logits: Float32[Array, "1 V"], output: StepOutput, arguments: PrefillArguments
+    ) -> StepOutput:
+        """A prefill step's output likewise."""
+        position = arguments.start + arguments.count - 1
+        drawn = sample(logits, arguments.sampling, position[None])
+        return StepOutput(output.tokens.at[arguments.slot].set(drawn[0]), output.routing_mass)
 
     def _model(self, weights: list[Array]) -> CausalLm:
         return nnx.merge(self.graph, jax.tree.unflatten(self.weights_tree, weights))
