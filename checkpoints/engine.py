@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from checkpoints.huggingface import MODULES, load_dense_model
@@ -13,9 +15,12 @@ from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.expert_source import CalibrationCounts
 from pw_jax.engine.prompts import PromptCalibration
+from pw_jax.errors import UserError
 from pw_jax.models import registry
 from pw_jax.paging.layout import ExpertFormat
 from pw_jax.planner.residual import Heads
+from pw_jax.tensor_parallel.model import parallelize
+from sharding.mesh import tensor_mesh
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,41 @@ class StoredExperts:
         return self.store.load_experts(self.store.model_config.moe_layers[layer], MODULES[module])
 
 
+@dataclass(frozen=True)
+class TensorParallel:
+    """How to run a model over several devices, those of other processes included.
+
+    Attributes:
+        mesh: From `sharding.mesh.tensor_mesh`.
+        layout: A name of `sharding.layouts.LAYOUTS`.
+    """
+
+    mesh: Mesh
+    layout: str = "gathered"
+
+    @classmethod
+    def over(cls, devices: int, layout: str = "gathered") -> "TensorParallel":
+        """Over the first so many devices.
+
+        Raises:
+            UserError: There are fewer.
+        """
+        present = len(jax.devices())
+        if not 1 <= devices <= present:
+            raise UserError(
+                f"tensor parallelism over {devices} devices, but there are {present}; on a CPU, "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={devices} makes them"
+            )
+        return cls(tensor_mesh(devices), layout)
+
+
 def load_engine(
-    directory: str | Path, config: EngineConfig, dtype: DTypeLike, *, with_tokenizer: bool = True
+    directory: str | Path,
+    config: EngineConfig,
+    dtype: DTypeLike,
+    *,
+    with_tokenizer: bool = True,
+    parallel: TensorParallel | None = None,
 ) -> Engine:
     """Makes an engine ready to generate.
 
@@ -76,19 +114,26 @@ def load_engine(
         config: Sizes and budget.
         dtype: Of weights and activations: float32 or bfloat16.
         with_tokenizer: False if all prompts are token ids.
+        parallel: Over which devices and how; default one device.
 
     Raises:
-        UserError: Anything wrong with the folder, or a budget that is too small.
+        UserError: Anything wrong with the folder, a budget that is too small, or a model that
+            does not lie in the layout.
     """
     path = Path(directory)
     tokenizer = load_tokenizer(path) if with_tokenizer and path.is_dir() else None
-    if not (path / MANIFEST).exists():
-        _, model = load_dense_model(path, dtype)
-        return Engine(model, config, tokenizer=tokenizer)
-    if is_low_rank(path):
-        _, model = load_low_rank_model(path, dtype)
+    if not (path / MANIFEST).exists() or is_low_rank(path):
+        load = load_low_rank_model if is_low_rank(path) else load_dense_model
+        _, model = load(path, dtype, on_host=parallel is not None)
+        if parallel is not None:
+            model = parallelize(model, parallel.mesh, parallel.layout)
         return Engine(model, config, tokenizer=tokenizer)
     store = open_store(path)
+    if parallel is not None:
+        raise UserError(
+            f"{path} was made by convert.py, whose pages of experts run on one device only: take "
+            f"the folder that it was made from"
+        )
     model = registry.build_model(store.model_config, "paged", dtype)
     model = registry.set_weights(model, store.load_dense(dtype))
     experts = StoredExperts(store) if store.model_config.moe_layers else None

@@ -205,17 +205,21 @@ def load_weights(checkpoint: Checkpoint, dtype: DTypeLike) -> dict[str, np.ndarr
     return dict(checkpoint.read_all(dtype))
 
 
-def load_dense_model(directory: str | Path, dtype: DTypeLike) -> tuple[ModelConfig, CausalLm]:
+def load_dense_model(
+    directory: str | Path, dtype: DTypeLike, *, on_host: bool = False
+) -> tuple[ModelConfig, CausalLm]:
     """Loads a Hugging Face checkpoint as it is, experts unquantised.
 
     Args:
         directory: folder with config.json and safetensors.
         dtype: float32 or bfloat16.
+        on_host: leave the weights in host memory.
 
     Returns:
-        The config and the model, its weights on the default device.
+        The config and the model, its weights on the default device unless `on_host`.
     """
     checkpoint = Checkpoint(directory)
     config = checkpoint.model_config
     model = registry.build_model(config, experts="dense", dtype=dtype)
-    return config, registry.set_weights(model, load_weights(checkpoint, dtype))
+    weights = load_weights(checkpoint, dtype)
+    return config, registry.set_weights(model, weights, on_host=on_host)

@@ -1,4 +1,4 @@
-"""Decomposed checkpoints: the linear layers of a dense model as thin factors.
+"""Decomposed checkpoints: the linear layers of a model as thin factors.
 
     OUT/pw_jax.json               the manifest, with "kind": "low_rank"
     OUT/ranks.json                rank of every factored layer by name; what is not in it is whole
@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -34,6 +33,7 @@ from pw_jax.low_rank.svd import factors
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
+from sharding.placement import device_memory
 
 RANKS = "ranks.json"
 
@@ -215,17 +215,19 @@ def load_low_rank_weights(
     return weights
 
 
-def load_low_rank_model(directory: str | Path, dtype: DTypeLike) -> tuple[ModelConfig, CausalLm]:
+def load_low_rank_model(
+    directory: str | Path, dtype: DTypeLike, *, on_host: bool = False
+) -> tuple[ModelConfig, CausalLm]:
     """Loads a decomposed checkpoint onto the first device.
 
     Args:
         directory: made by scripts/decompose.py.
         dtype: float32 or bfloat16.
+        on_host: leave the weights in host memory.
     """
     path = Path(directory).absolute()
     config, ranks = read_model_ranks(path)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = None if on_host else device_memory()
     weights = load_low_rank_weights(path, dtype, place)
-    return config, registry.set_weights(
-        registry.build_model(config, dtype=dtype, ranks=ranks), weights
-    )
+    model = registry.build_model(config, dtype=dtype, ranks=ranks)
+    return config, registry.set_weights(model, weights, on_host=on_host)

@@ -136,6 +136,7 @@ FAMILY_NAMES: dict[str, FamilyNames] = {
     "deepseek_v2": FamilyNames(
         experts="model.layers.{layer}.mlp.experts", rules=separate_experts()
     ),
+    "gemma3_text": FamilyNames(),
     "gemma4": GEMMA4_NAMES,
     "gemma4_text": GEMMA4_NAMES,
     "llama": FamilyNames(),

@@ -1,5 +1,6 @@
 """Shapes of the factored blocks of a model, from its config.json alone."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from sharding.weights import AttentionWeights, Dense, Factors, LatentWeights, Ml
 
 DTYPE = jnp.bfloat16
 FAMILIES = ("llama", "opt", "mixtral", "qwen2_moe", "deepseek_v2")
+
+
+RankOf = Callable[[str, int, int], int | None]
 
 
 class Work(NamedTuple):
@@ -41,35 +45,71 @@ def check_family(config: ModelConfig, where: str) -> None:
         raise UserError(f"{where}: {config.model_type} is not laid out yet; {known} are")
 
 
-def block_shapes(config: ModelConfig, ratio: float) -> dict[str, BlockShape]:
-    """Attention, and the MLP of the layers that have one without routed experts."""
+def ranks_by_ratio(ratio: float) -> RankOf:
+    """Ranks that keep a share of the parameters of every matrix."""
+    return lambda name, inputs, outputs: formulas.rank_for_ratio(inputs, outputs, ratio)
+
+
+def ranks_of_layer(config: ModelConfig, ranks: Mapping[str, int], layer: int) -> RankOf:
+    """Ranks of one layer out of a file for decompose.py; what it leaves out is whole.
+
+    Args:
+        config: The model.
+        ranks: By full name of the matrix.
+        layer: Index of the layer.
+
+    Raises:
+        UserError: The file names no matrix of the layer.
+    """
+    is_opt = config.model_type == "opt"
+    prefix = f"model.{'decoder.' if is_opt else ''}layers.{layer}."
+    own = {
+        name.removeprefix(prefix): rank for name, rank in ranks.items() if name.startswith(prefix)
+    }
+    if not own:
+        raise UserError(f"the ranks name no matrix of layer {layer} ({prefix}...)")
+    names = {name: f"self_attn.{name}_proj" for name in "qkvo"}
+    names |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    if is_opt:
+        names |= {"o": "self_attn.out_proj", "up": "fc1", "down": "fc2"}
+    return lambda name, inputs, outputs: own.get(names[name])
+
+
+def block_shapes(config: ModelConfig, rank: RankOf) -> dict[str, BlockShape]:
+    """Attention, and the MLP of the layers that have one without routed experts.
+
+    Args:
+        config: The model.
+        rank: Gives the rank of a matrix by its short name, inputs and outputs; None if it is whole.
+    """
     width, heads, kv = config.hidden_size, config.num_heads, config.kv_shapes[0]
-
-    def rank(inputs: int, outputs: int) -> int:
-        return formulas.rank_for_ratio(inputs, outputs, ratio)
-
     if isinstance(config, DeepseekV2Config):
         latent = config.latent
         query = heads * (latent.plain_dim + latent.rope_dim)
-        ranks = (latent.query_rank or rank(width, query), latent.rank)
+        ranks = (latent.query_rank or rank("q", width, query), latent.rank)
         attention = formulas.latent_attention_shape(
             width,
             heads,
             (latent.plain_dim, latent.rope_dim, latent.value_dim),
-            (*ranks, rank(heads * latent.value_dim, width)),
+            (*ranks, rank("o", heads * latent.value_dim, width)),
             q_is_latent=latent.query_rank is not None,
         )
     else:
         query, key = heads * kv.head_dim, kv.kv_heads * kv.head_dim
-        sizes = ((width, query), (width, key), (width, key), (query, width))
+        sizes = {"q": (width, query), "k": (width, key), "v": (width, key), "o": (query, width)}
         attention = formulas.attention_shape(
-            width, heads, kv.kv_heads, kv.head_dim, [rank(*size) for size in sizes]
+            width,
+            heads,
+            kv.kv_heads,
+            kv.head_dim,
+            [rank(name, *size) for name, size in sizes.items()],
         )
     if len(config.moe_layers) == config.num_layers:
         return {"attention": attention}
     gated = config.model_type != "opt"
     ffn = config.intermediate_size
-    ranks = [rank(width, ffn)] * (1 + gated) + [rank(ffn, width)]
+    ways = ["gate"] * gated + ["up"]
+    ranks = [*(rank(name, width, ffn) for name in ways), rank("down", ffn, width)]
     return {"attention": attention, "mlp": formulas.mlp_shape(width, ffn, gated, ranks)}
 
 
@@ -110,7 +150,7 @@ def _array(*shape: int) -> jax.ShapeDtypeStruct:
 def _linear(matrix: Matrix, layout: str, bias: bool) -> Factors | Dense:
     """The shape of a layer: factors, but for the layout that takes none."""
     added = _array(matrix.outputs) if bias else None
-    if layout == "dense":
+    if layout == "dense" or matrix.rank is None:
         return Dense(_array(matrix.inputs, matrix.outputs), added)
     return _factors(matrix)._replace(bias=added)
 

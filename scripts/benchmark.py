@@ -1,7 +1,7 @@
 """Benchmarks on GPUs.
 
 python scripts/benchmark.py kernels --json docs/results/h200/kernels.json
-python scripts/benchmark.py tp --config DIR_OR_FILE --tp 8 --json docs/results/h200/tp.json
+python scripts/benchmark.py tp --config CONFIG --json docs/results/multi_gpu/nvlink.json
 python scripts/benchmark.py engine --model DIR_OR_FILE --batch 1 --bits 4 --json PATH
 python scripts/benchmark.py transformers --model DIR_OR_FILE --batch 1 --json PATH
 """
@@ -12,17 +12,27 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
 from _command import run as run_command
+from _tp_benchmark import (
+    WORKLOADS,
+    AloneRecord,
+    TpRecord,
+    cases,
+    measure,
+    measure_alone,
+)
 
 from checkpoints.tensor_files import read_json
 from pallas_kernels.implementation import Implementation
 from pw_jax.errors import UserError
 from pw_jax.models import registry
 from pw_jax.planner.config import PlannerKind
+from sharding.layouts import LAYOUTS
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,11 +43,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     kernels.add_argument("--json", type=Path, required=True, help="where results go")
     kernels.add_argument("--models", nargs="*", default=[], help="only these shapes")
     tp = commands.add_parser("tp", help="factored layers under tensor parallelism")
-    tp.add_argument("--config", type=Path, required=True, help="a config.json, or its folder")
-    tp.add_argument("--tp", type=int, default=8, help="devices (default %(default)s)")
+    tp.add_argument(
+        "--config", type=Path, nargs="+", required=True, help="config.json or its folder"
+    )
+    where = tp.add_mutually_exclusive_group()
+    where.add_argument("--tp", type=int, nargs="+", help="devices (default: 1, 2, 4 ... all)")
+    where.add_argument(
+        "--alone", type=int, nargs="+", help="what one of so many devices computes, on one device"
+    )
+    tp.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     tp.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.6, 0.4], help="kept shares")
-    tp.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="in one call")
-    tp.add_argument("--layers", type=int, default=8, help="in one call (default %(default)s)")
+    tp.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    tp.add_argument("--layers", type=int, default=4, help="layers timed (default %(default)s)")
     tp.add_argument("--json", type=Path, required=True, help="where results go")
     engine = commands.add_parser("engine", help="whole generations, with random weights")
     _add_generation_flags(engine)
@@ -101,36 +118,44 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 def tp(arguments: argparse.Namespace) -> None:
     """The ``tp`` command; any devices will do, but only GPUs' times mean much."""
-    from _layer_shapes import check_family
-    from _tp_benchmark import TpRecord, run
-
-    path = arguments.config
-    path = path / "config.json" if path.is_dir() else path
-    config = registry.read_config(read_json(path), str(path))
-    check_family(config, str(path))
-    if len(jax.devices()) < arguments.tp:
-        raise UserError(f"--tp {arguments.tp}, but there are {len(jax.devices())} devices")
+    present = len(jax.devices())
+    counts = arguments.tp or [n for n in range(1, present + 1) if n & (n - 1) == 0]
+    if max(counts) > present:
+        raise UserError(f"--tp {max(counts)}, but there are {present} devices")
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "nccl_p2p_disable": os.environ.get("NCCL_P2P_DISABLE", "0"),
+        "environment": {
+            name: os.environ.get(name, "")
+            for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "XLA_FLAGS")
+        },
         "records": [],
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
 
-    def report(record: TpRecord) -> None:
+    def report(record: TpRecord | AloneRecord) -> None:
         print(
-            f"{record.model} {record.layout} keeps {record.ratio:g}, {record.tokens} tokens: "
-            f"{record.us_per_layer:.1f} us a layer, {record.wire_bytes / 1024:.1f} KiB a token",
+            f"{record.model} {record.layout} over {record.devices}, keeps {record.ratio:g}, "
+            f"{record.workload}: prefill {record.prefill_us:.0f} us a layer, "
+            f"decode step {record.decode_us:.1f}",
             flush=True,
         )
-        result["records"].append(asdict(record))
+        result["records"].append(asdict(record))  # written each time: a run may be cut short
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
-    name = path.parent.name if path.name == "config.json" else path.stem
-    ratios, tokens = arguments.ratios, arguments.tokens
-    run(config, name, arguments.tp, ratios, tokens, arguments.layers, report)
+    chosen = cases(arguments.ratios, arguments.layouts)
+    for path in arguments.config:
+        path = path / "config.json" if path.is_dir() else path
+        config = registry.read_config(read_json(path), str(path))
+        name = path.parent.name if path.name == "config.json" else path.stem
+        for devices, kind in product(arguments.alone or counts, arguments.workloads):
+            for layout, ratio in chosen:
+                how = (config, name, layout, devices, ratio)
+                if arguments.alone:
+                    report(measure_alone(*how, WORKLOADS[kind]))
+                else:
+                    report(measure(*how, arguments.layers, WORKLOADS[kind]))
 
 
 def engine(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Decomposes the linear layers of a dense model into thin factors.
+"""Decomposes the linear layers of a model into thin factors.
 
     python scripts/decompose.py --model DIR --ratio 0.8 --out DIR --calibration text.jsonl
 

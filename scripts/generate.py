@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
 from _command import run
 from _watch import watched
 from rich.console import Console
 from rich.table import Table
 
 from checkpoints.dummy import dummy_engine
-from checkpoints.engine import load_engine
+from checkpoints.engine import TensorParallel, load_engine
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.generation import Generation, finish, make_requests
@@ -28,6 +29,7 @@ from pw_jax.engine.sampling import Sampling
 from pw_jax.engine.trace import write_trace
 from pw_jax.errors import UserError
 from pw_jax.planner.config import PlannerConfig, PlannerKind, PromptMode
+from sharding.layouts import LAYOUTS
 
 MIB = 1 << 20
 
@@ -64,6 +66,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--stream", action="store_true", help="print the first prompt's text as it comes")
     add("--json", type=Path, metavar="PATH", help="write results here; - for standard output")
     add("--trace", type=Path, metavar="PATH", help="write a JSON line a step, plan and move here")
+    add("--tp", type=int, help="divide a model over this many devices; see --layout")
+    add("--layout", choices=list(LAYOUTS), help="how, with --tp (default gathered)")
+    add("--distributed", action="store_true", help="one of several processes, as srun starts them")
     add("--watch", action="store_true", help="show pages and bits while generating")
     add_planner_flags(parser)
     return parser.parse_args(argv)
@@ -136,10 +141,26 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
         raise UserError(str(problem)) from problem
 
 
+def tensor_parallel(flags: argparse.Namespace) -> TensorParallel | None:
+    """Over which devices to run, from flags; meets the other processes first, if there are any.
+
+    Raises:
+        UserError: Too few devices; or a layout, or several processes, but no --tp.
+    """
+    for name in ("layout", "distributed"):
+        if getattr(flags, name) and flags.tp is None:
+            raise UserError(f"--{name} needs --tp N, the number of devices")
+    if flags.tp is None:
+        return None
+    if flags.load_format == "dummy":
+        raise UserError("--load-format dummy makes random weights on one device: leave --tp out")
+    if flags.distributed:
+        jax.distributed.initialize()
+    return TensorParallel.over(flags.tp, flags.layout or "gathered")
+
+
 def default_dtype(name: str | None) -> str:
     """bfloat16 where the device multiplies it quickly."""
-    import jax  # here, so that --help is quick
-
     return name or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
 
 
@@ -213,8 +234,13 @@ def main(argv: Sequence[str] | None) -> None:
         sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
     except ValueError as problem:
         raise UserError(str(problem)) from problem
-    make = load_engine if flags.load_format == "checkpoint" else dummy_engine
-    engine = make(Path(flags.model), config, default_dtype(flags.dtype))
+    parallel = tensor_parallel(flags)
+    is_first = jax.process_index() == 0  # all processes do the same, and one of them tells
+    dtype = default_dtype(flags.dtype)
+    if flags.load_format == "dummy":
+        engine = dummy_engine(Path(flags.model), config, dtype)
+    else:
+        engine = load_engine(flags.model, config, dtype, parallel=parallel)
     tokenizer: Any = engine.tokenizer
     requests = make_requests(
         with_chat_template(tokenizer, prompts) if flags.chat else prompts,
@@ -229,12 +255,14 @@ def main(argv: Sequence[str] | None) -> None:
     started = time.perf_counter()
     sequences = [engine.submit(request) for request in requests]
     shown = ""
-    for event in watched(engine) if flags.watch else engine.run():
-        if flags.stream and event.sequence is sequences[0]:
+    for event in watched(engine) if flags.watch and is_first else engine.run():
+        if flags.stream and is_first and event.sequence is sequences[0]:
             text = tokenizer.decode(event.sequence.generated, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # half of a character
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
+    if not is_first:
+        return
     seconds = time.perf_counter() - started
     generations = [finish(sequence, tokenizer) for sequence in sequences]
     if flags.trace is not None:

@@ -15,13 +15,22 @@ from typing import Any
 
 import jax
 from _command import run
-from _layer_shapes import DTYPE, block_shapes, check_family, make_work
+from _layer_shapes import (
+    DTYPE,
+    RankOf,
+    block_shapes,
+    check_family,
+    make_work,
+    ranks_by_ratio,
+    ranks_of_layer,
+)
 from jax.sharding import NamedSharding
 from rich.console import Console
 from rich.table import Table
 
 from checkpoints.tensor_files import read_json
 from pw_jax.errors import UserError
+from pw_jax.low_rank.ranks import read_ranks
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.deepseek_v2 import DeepseekV2Config
@@ -41,6 +50,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=Path, required=True, help="a config.json, or a folder that holds one")
     add("--tp", type=int, default=8, help="devices (default %(default)s)")
+    add("--ranks", type=Path, help="JSON of ranks as decompose.py takes and writes, for --ratio")
+    add("--layer", type=int, default=0, help="whose ranks, with --ranks (default %(default)s)")
     add("--layout", choices=list(LAYOUTS), default="gathered", help="shown in detail")
     add(
         "--ratio",
@@ -63,6 +74,7 @@ def main(argv: Sequence[str] | None) -> None:
         ("tp", flags.tp, flags.tp >= 1),
         ("tokens", flags.tokens, flags.tokens >= 1),
         ("ratio", flags.ratio, 0 < flags.ratio <= 2),
+        ("layer", flags.layer, 0 <= flags.layer < config.num_layers),
     ):
         if not good:
             raise UserError(f"--{name} {value} is out of range")
@@ -72,8 +84,13 @@ def main(argv: Sequence[str] | None) -> None:
         jax.config.update("jax_num_cpu_devices", flags.tp)
     if len(jax.devices()) < flags.tp:
         raise UserError(f"--tp {flags.tp}, but this process has {len(jax.devices())} devices")
-    report = inspect(config, flags.tp, flags.layout, flags.ratio, flags.tokens)
-    report = {"config": str(flags.config), **report}
+    rank_of, title = ranks_by_ratio(flags.ratio), f"{100 * flags.ratio:g}% of parameters kept"
+    if flags.ranks is not None:
+        ranks = read_ranks(read_json(flags.ranks), str(flags.ranks))
+        rank_of = ranks_of_layer(config, ranks, flags.layer)
+        title = f"{flags.ranks.name}, layer {flags.layer}"
+    report = inspect(config, flags.tp, flags.layout, rank_of, flags.tokens)
+    report = {"config": str(flags.config), "title": title, **report}
     if flags.json:
         print(json.dumps(report))
         return
@@ -84,21 +101,31 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def inspect(
-    config: ModelConfig, devices: int, layout: str, ratio: float, tokens: int
+    config: ModelConfig, devices: int, layout: str, rank_of: RankOf, tokens: int
 ) -> dict[str, Any]:
     """Everything that is printed, ready for JSON; byte counts are per token, layer and device.
 
     Args:
         config: The model; its first layer with an MLP is taken.
         devices: Of the mesh.
-        layout: Shown in detail; all are measured.
-        ratio: Share of the parameters that factors keep.
+        layout: Shown in detail; all are measured that can hold the layer.
+        rank_of: See `block_shapes`.
         tokens: To compile for.
+
+    Raises:
+        UserError: The layout cannot hold a matrix that is not factored.
     """
-    shapes = block_shapes(config, ratio)
+    shapes = block_shapes(config, rank_of)
     layers = {"attention": config.num_layers, "mlp": config.num_layers - len(config.moe_layers)}
     layouts, detail = {}, []
     for name in LAYOUTS:
+        try:
+            for shape in shapes.values():
+                formulas.transfers(name, shape, devices)
+        except ValueError as problem:
+            if name == layout:
+                raise UserError(str(problem)) from problem
+            continue
         measured = formula = weights = 0.0
         for block, shape in shapes.items():
             centred = config.model_type == "opt"
@@ -123,7 +150,6 @@ def inspect(
         "model_type": config.model_type,
         "tp": devices,
         "layout": layout,
-        "ratio": ratio,
         "tokens": tokens,
         "blocks": {block: layers[block] for block in shapes},
         "ranks": {
@@ -198,7 +224,7 @@ def verdict(report: dict[str, Any]) -> str:
     own = layouts[name]["measured_bytes"]
     lines = []
     for other in ("naive", "dense"):
-        base = layouts[other]["measured_bytes"]
+        base = layouts.get(other, {}).get("measured_bytes")
         if other == name or not base:
             continue
         saved = 1 - own / base
@@ -228,14 +254,13 @@ def _detail_table(report: dict[str, Any]) -> Table:
 
 def _layout_table(report: dict[str, Any]) -> Table:
     blocks = ", ".join(f"{block} of {count} layers" for block, count in report["blocks"].items())
-    percent = f"{100 * report['ratio']:g}% of parameters kept, {blocks}"
-    out = Table(title=f"bfloat16, {percent}")
+    out = Table(title=f"bfloat16, {report['title']}, {blocks}")
     out.add_column("layout")
     for column in ("formula KiB", "compiled KiB", "vs naive", "vs dense", "weights GiB", "KV B"):
         out.add_column(column, justify="right")
     layouts = report["layouts"]
     for name, row in layouts.items():
-        bases = (layouts[other]["measured_bytes"] for other in ("naive", "dense"))
+        bases = (layouts.get(other, {}).get("measured_bytes") for other in ("naive", "dense"))
         ratios = (f"{row['measured_bytes'] / base:.3f}" if base else "-" for base in bases)
         sizes = (row["formula_bytes"] / 1024, row["measured_bytes"] / 1024)
         out.add_row(

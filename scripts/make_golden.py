@@ -119,6 +119,22 @@ def tiny_models() -> dict[str, Tiny]:
         num_hidden_layers=2,
         eos_token_id=2,
     )
+    gemma3_text = transformers.Gemma3TextConfig(
+        **small,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=5,
+        head_dim=16,
+        query_pre_attn_scalar=24,  # not head_dim
+        final_logit_softcapping=8.0,
+        attention_bias=True,
+        eos_token_id=[2, 5],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    )
     gemma4_shared: dict[str, Any] = {
         **small,
         "intermediate_size": 40,
@@ -214,6 +230,7 @@ def tiny_models() -> dict[str, Tiny]:
     return {
         "deepseek_v2": Tiny(deepseek_v2, seed=18, variants={"greedy": greedy}),
         "deepseek_v2_lite": Tiny(deepseek_v2_lite, seed=19, variants={"plain_rope": plain_rope}),
+        "gemma3_text": Tiny(gemma3_text, seed=20),
         "gemma4": Tiny(gemma4, seed=18),
         "gemma4_text": Tiny(gemma4_text, seed=18),
         "llama": Tiny(llama, seed=11),

@@ -53,11 +53,26 @@ def measure(directory: Path, text: Path, count: int, dtype: str) -> dict[str, An
         "kept_ratio": made.get("kept_ratio", 1.0),
         "allotment": made.get("allotment"),
         "calibration": made.get("calibration"),
+        "made_by": command_of(made, directory.name) if made else None,
         "parameters": parameter_count(model),
         "tokens": int(tokens.size),
         "perplexity": math.exp(min(loss, 700.0)),
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def command_of(made: dict[str, Any], name: str) -> str:
+    """The decompose.py command line that a manifest tells of."""
+    words = ["python", "scripts/decompose.py", "--model", "dense", "--out", name]
+    if made["kept_ratio"] is None:
+        words += ["--ranks", "ranks.json"]
+    else:
+        words += ["--ratio", f"{made['kept_ratio']:g}", "--allotment", made["allotment"]]
+    words += ["--method", made["method"], "--dtype", made["dtype"]]
+    if made["calibration"] is not None:
+        words += ["--calibration", made["calibration"]["name"]]
+        words += ["--calibration-tokens", str(made["calibration"]["tokens_wanted"])]
+    return shlex.join(words)
 
 
 def main(argv: Sequence[str] | None) -> None:

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from sharding.layouts.base import Entry, Layout, Spread
-from sharding.mesh import AXIS, Placed
+from sharding.mesh import AXIS, replicated
 from sharding.norms import normalize
 from sharding.padding import HeadPlan, pad_axis, plan_heads
-from sharding.weights import AttentionWeights, LatentWeights, Linear, MlpWeights, Norm
+from sharding.weights import AttentionWeights, LatentWeights, Leaf, Linear, MlpWeights, Norm
 
 
-def _keep(x: Array, axis: int) -> Array:
+def _keep(x: Leaf, axis: int) -> Leaf:
     return x
 
 
@@ -81,7 +81,9 @@ class AttentionBlock(Block):
     def prepare(self, weights: AttentionWeights) -> dict[str, Any]:
         """Pads and divides weights; the result is a tree of `Placed`."""
         plan, last = self.plan, _keep
-        linears = {"q": weights.q, "k": weights.k, "v": weights.v}
+        linears = {"q": weights.q, "k": weights.k}
+        if weights.v is not None:
+            linears["v"] = weights.v
         spreads: dict[str, Spread] = dict.fromkeys(linears, _keep)
         if self.layout.splits_features:
             spreads = {"q": plan.spread_queries, "k": plan.spread_kv, "v": plan.spread_kv}
@@ -93,7 +95,8 @@ class AttentionBlock(Block):
         """Returns q, k and v [*batch, heads of the device, width], not rotated."""
         entry = params["entry"]
         latents = self.layout.latents(entry, self.normal(params, x))
-        q, k, v = (self.layout.expand(entry, name, latents[name]) for name in "qkv")
+        features = {n: self.layout.expand(entry, n, latents[n]) for n, _ in entry.ranks}
+        q, k, v = features["q"], features["k"], features.get("v", features["k"])
         return _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
 
     def between(self, ndim: int) -> tuple[PartitionSpec, ...]:
@@ -139,7 +142,7 @@ class LatentBlock(Block):
             "kv_latent_bias": weights.kv_latent_bias,
         }
         params = self._params(entry, self.layout.exit(weights.o, spread), weights.norm)
-        return params | {name: _replicated(part) for name, part in small.items()}
+        return params | replicated(small)
 
     def enter(self, params: dict[str, Any], x: Float[Array, "*batch d"]) -> tuple[Array, ...]:
         """Returns q, plain keys, the key that all heads share [*batch, 1, rope_dim], and values.
@@ -200,7 +203,7 @@ class MlpBlock(Block):
             hidden = self.activation(features["up"])
         return self.leave(params, hidden)
 
-    def _spread(self, x: Array, axis: int) -> Array:
+    def _spread(self, x: Leaf, axis: int) -> Leaf:
         # Rows of zeros in the last layer make padding harmless whatever activation(0) is.
         return pad_axis(x, axis, self.layout.devices)
 
@@ -218,11 +221,3 @@ def _heads(x: Float[Array, "*batch features"], width: int) -> Float[Array, "*bat
 
 def _expand(vector: Array, ndim: int) -> Array:
     return vector.reshape((1,) * (ndim - 1) + vector.shape)
-
-
-def _replicated(part: Any) -> Any:
-    if part is None:
-        return None
-    if isinstance(part, Norm):
-        return Norm(*(None if leaf is None else Placed(leaf, PartitionSpec()) for leaf in part))
-    return Placed(part, PartitionSpec())

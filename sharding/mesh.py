@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "tp"
 
@@ -53,8 +54,15 @@ def specs_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.spec, tree, is_leaf=_is_placed)
 
 
+def replicated(tree: Any) -> Any:
+    """The arrays of a tree, each whole on every device."""
+    return jax.tree.map(lambda array: Placed(array, PartitionSpec()), tree)
+
+
 def place(mesh: Mesh, prepare: Callable[[Any], Any], weights: Any) -> Any:
-    """Pads, fuses and distributes weights in one compiled step, so that no device holds them all.
+    """Pads, fuses and distributes weights; no device ever holds them all.
+
+    Those on the host are padded there, and nothing compiles; others in one compiled step.
 
     Args:
         mesh: Where to.
@@ -64,6 +72,10 @@ def place(mesh: Mesh, prepare: Callable[[Any], Any], weights: Any) -> Any:
     Returns:
         What `prepare` gives, its arrays distributed.
     """
+    if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(weights)):
+        return jax.tree.map(
+            lambda leaf: Placed(_send(mesh, leaf), leaf.spec), prepare(weights), is_leaf=_is_placed
+        )
     shardings = jax.tree.map(
         lambda leaf: Placed(NamedSharding(mesh, leaf.spec), leaf.spec),
         jax.eval_shape(prepare, weights),
@@ -76,7 +88,13 @@ def place(mesh: Mesh, prepare: Callable[[Any], Any], weights: Any) -> Any:
     return jax.jit(prepare, out_shardings=shardings)(on_mesh)
 
 
-def abstract(mesh: Mesh, prepare: Callable[[Any], Any], weights: Any) -> Any:
+def _send(mesh: Mesh, leaf: Placed) -> jax.Array:
+    """Sends each device of this process its share; all processes must have the same array."""
+    array, sharding = leaf.array, NamedSharding(mesh, leaf.spec)
+    return jax.make_array_from_callback(array.shape, sharding, lambda share: array[share])
+
+
+def abstract(mesh: Mesh | AbstractMesh, prepare: Callable[[Any], Any], weights: Any) -> Any:
     """What `place` would give, as shapes: enough to compile with."""
     return jax.tree.map(
         lambda leaf: Placed(

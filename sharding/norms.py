@@ -13,6 +13,8 @@ def normalize(
 ) -> Float[Array, "*batch d"]:
     """RMSNorm or LayerNorm in float32, with the casts of the models' own norms.
 
+    A float32 weight of an RMSNorm multiplies before the cast, another one behind it.
+
     Args:
         x: All columns, or a device's.
         norm: Weight and bias of these columns.
@@ -30,8 +32,10 @@ def normalize(
     mean_square = total(jnp.sum(jnp.square(wide), axis=-1, keepdims=True)) / jnp.float32(width)
     normal = wide * lax.rsqrt(mean_square + jnp.float32(eps))
     shape = (1,) * (x.ndim - 1) + x.shape[-1:]
-    if norm.bias is None:
+    if norm.bias is None and norm.weight.dtype != jnp.float32:
         return normal.astype(x.dtype) * norm.weight.reshape(shape)
+    if norm.bias is None:
+        return (normal * norm.weight.reshape(shape)).astype(x.dtype)
     weight, bias = (part.astype(jnp.float32).reshape(shape) for part in (norm.weight, norm.bias))
     return (normal * weight + bias).astype(x.dtype)
 

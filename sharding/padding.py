@@ -2,10 +2,18 @@
 
 import dataclasses
 from functools import cached_property
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
+
+from sharding.weights import Leaf
+
+
+def library_of(x: Leaf) -> Any:
+    """NumPy for arrays of the host, which are padded where they are; else jax.numpy."""
+    return np if isinstance(x, np.ndarray) else jnp
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -13,12 +21,13 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def pad_axis(x: Array, axis: int, multiple: int) -> Array:
+def pad_axis(x: Leaf, axis: int, multiple: int) -> Leaf:
     """Appends zeros to one axis until its length divides."""
     missing = round_up(x.shape[axis], multiple) - x.shape[axis]
     if missing == 0:
         return x
-    return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)])
+    widths = [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)]
+    return library_of(x).pad(x, widths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +79,11 @@ class HeadPlan:
             kv[place] = head
         return queries, kv
 
-    def spread_queries(self, x: Array, axis: int) -> Array:
+    def spread_queries(self, x: Leaf, axis: int) -> Leaf:
         """Reorders, copies and pads an axis of ``heads * width`` to all places."""
         return _spread(x, axis, self.heads, self.query_places)
 
-    def spread_kv(self, x: Array, axis: int) -> Array:
+    def spread_kv(self, x: Leaf, axis: int) -> Leaf:
         """Reorders, copies and pads an axis of ``kv_heads * width`` to all places."""
         return _spread(x, axis, self.kv_heads, self.kv_places)
 
@@ -98,13 +107,14 @@ def plan_heads(heads: int, kv_heads: int, devices: int) -> HeadPlan:
     return HeadPlan(heads, kv_heads, devices, best, groups(best))
 
 
-def _spread(x: Array, axis: int, heads: int, places: np.ndarray) -> Array:
+def _spread(x: Leaf, axis: int, heads: int, places: np.ndarray) -> Leaf:
     if np.array_equal(places, np.arange(heads)):
         return x
     axis = axis % x.ndim
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     x = x.reshape(*before, heads, x.shape[axis] // heads, *after)
-    zeros = jnp.zeros((*before, 1, *x.shape[axis + 1 :]), x.dtype)
+    library = library_of(x)
+    zeros = library.zeros((*before, 1, *x.shape[axis + 1 :]), x.dtype)
     source = np.where(places < 0, heads, places)
-    x = jnp.take(jnp.concatenate((x, zeros), axis=axis), source, axis=axis)
+    x = library.take(library.concatenate((x, zeros), axis=axis), source, axis=axis)
     return x.reshape(*before, -1, *after)

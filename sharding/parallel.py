@@ -11,11 +11,15 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from sharding.blocks import AttentionBlock, LatentBlock, MlpBlock, head_spec
+from sharding.blocks import AttentionBlock, Block, LatentBlock, MlpBlock, head_spec
+from sharding.experts import ExpertBlock
 from sharding.mesh import AXIS, arrays_of, specs_of
+from sharding.norms import normalize
+from sharding.weights import Norm
 
 Attend = Callable[..., Array]  # a device's (q, k, v), or (q, plain k, shared k, v), to heads
 AttendWithState = Callable[..., tuple[Array, Any]]  # the same, the state before and behind
+ExpertFfn = Callable[..., Array]  # a device's (gate_up, down, tokens, ids, weights, state)
 
 
 def attention(
@@ -101,7 +105,74 @@ def mlp(
     return mapped(arrays_of(params), x)
 
 
-def residual_spec(block: AttentionBlock | LatentBlock | MlpBlock, ndim: int) -> PartitionSpec:
+def experts(
+    mesh: Mesh,
+    block: ExpertBlock,
+    params: dict[str, Any],
+    x: Float[Array, "*batch d"],
+    ffn: ExpertFfn,
+    state: Any,
+    state_specs: Any,
+) -> tuple[Float[Array, "*batch d"], Array, Array, Array | None]:
+    """Routed experts of one layer.
+
+    Args:
+        mesh: As in `attention`.
+        block: As in `attention`.
+        params: As in `attention`.
+        x: As in `attention`.
+        ffn: Called on a device with its gate_up and down (or None), tokens, expert ids, weights and
+            its part of the state; gives the weighted sum over experts of its hidden units.
+        state: A pytree, such as a memory that holds experts; it is only read.
+        state_specs: Its partitions.
+
+    Returns:
+        What to add to the residual; expert ids and weights [M, k]; the share of the expert that
+        every token uses, see `ExpertBlock.enter`.
+    """
+    arrays, specs, residual = arrays_of(params), specs_of(params), residual_spec(block, x.ndim)
+    whole, by_device = PartitionSpec(), PartitionSpec(AXIS)
+    enter = jax.shard_map(block.enter, mesh=mesh, in_specs=(specs, residual), out_specs=whole)
+    tokens, expert_ids, weights, share = enter(arrays, x)
+
+    def inner(gate_up: Any, down: Any, *arguments: Any) -> Array:
+        return ffn(gate_up, down, *arguments).reshape(1, *x.shape[:-1], -1)
+
+    partial = jax.shard_map(
+        inner,
+        mesh=mesh,
+        in_specs=(specs["gate_up"], specs["down"], whole, whole, whole, state_specs),
+        out_specs=by_device,
+        check_vma=False,
+    )(arrays["gate_up"], arrays["down"], tokens, expert_ids, weights, state)
+    leave = jax.shard_map(block.leave, mesh=mesh, in_specs=by_device, out_specs=residual)
+    return leave(partial), expert_ids, weights, share
+
+
+def norm(
+    mesh: Mesh, block: Block, params: Norm, x: Float[Array, "*batch d"]
+) -> Float[Array, "*batch d"]:
+    """A norm of something that lies as the residual does.
+
+    Args:
+        mesh: As in `attention`.
+        block: Any block of the model: its layout, width and constant.
+        params: What ``layout.norm`` gave, placed.
+        x: As in `attention`.
+    """
+    residual = residual_spec(block, x.ndim)
+    divided = block.layout.splits_residual
+
+    def normal(params: Norm, x: Array) -> Array:
+        return normalize(x, params, block.eps, block.hidden, divided=divided)
+
+    mapped = jax.shard_map(
+        normal, mesh=mesh, in_specs=(specs_of(params), residual), out_specs=residual
+    )
+    return mapped(arrays_of(params), x)
+
+
+def residual_spec(block: Block, ndim: int) -> PartitionSpec:
     """Partition of a residual with that many axes."""
     if block.layout.splits_residual:
         return PartitionSpec(*(None,) * (ndim - 1), AXIS)

@@ -52,14 +52,14 @@ class AttentionWeights(NamedTuple):
     Attributes:
         q: To heads * head_dim.
         k: To kv_heads * head_dim.
-        v: To kv_heads * value_dim.
+        v: To kv_heads * value_dim; None where values are the keys.
         o: From heads * value_dim.
         norm: Before all of it, if any.
     """
 
     q: Linear
     k: Linear
-    v: Linear
+    v: Linear | None
     o: Linear
     norm: Norm | None = None
 
@@ -102,3 +102,21 @@ class MlpWeights(NamedTuple):
     up: Linear
     down: Linear
     norm: Norm | None = None
+
+
+class ExpertWeights(NamedTuple):
+    """Routed experts.
+
+    Attributes:
+        router: Called with tokens [M, D], gives expert ids and weights [M, k]; a pytree.
+        shared_gate: [1, D], the gate of the expert that every token uses, or None.
+        gate_up: [E, 2F, D], gate rows first; None where the memory holds the experts.
+        down: [E, D, F], or None.
+        norm: Before all of it.
+    """
+
+    router: Any
+    shared_gate: Leaf | None
+    gate_up: Leaf | None
+    down: Leaf | None
+    norm: Norm

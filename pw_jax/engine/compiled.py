@@ -23,6 +23,7 @@ from pw_jax.engine.steps import (
 )
 from pw_jax.models.config import ModelConfig
 from pw_jax.paging.layout import PagingLayout
+from sharding.placement import Placement
 
 
 def no_new_pages(layout: PagingLayout, count: int, blocks: tuple[int, ...]) -> tuple[NewPages, ...]:
@@ -72,21 +73,22 @@ def fill_chunk(arguments: PrefillArguments, slot: int, start: int, tokens: list[
 
 
 def first_state(
-    plan: MemoryPlan, model: ModelConfig, slots: int, sharding: jax.sharding.Sharding
+    plan: MemoryPlan, model: ModelConfig, slots: int, placement: Placement
 ) -> tuple[Caches, StepOutput]:
     """The empty pool and page tables, and an output of zeros, on the device.
 
     The pool is made where it stays, so that there is never a second copy of it.
     """
     experts = model.expert_shape.experts if model.expert_shape else 0
-    pool = jnp.zeros((plan.pool_pages, plan.layout.page_words), jnp.uint32, device=sharding)
+    pages = placement.devices * plan.pool_pages
+    pool = jnp.zeros((pages, plan.layout.page_words), jnp.uint32, device=placement.pool)
     tables = tuple(
         np.zeros((len(group.layers), slots, blocks), np.int32)
         for group, blocks in zip(plan.layout.kv_groups, plan.kv_blocks, strict=True)
     )
     mass = np.zeros((len(model.moe_layers), experts), np.float32)
     tokens = np.zeros(slots, np.int32)
-    tables, tokens, mass = jax.device_put((tables, tokens, mass), sharding)
+    tables, tokens, mass = jax.device_put((tables, tokens, mass), placement.whole)
     return Caches(pool, tables), StepOutput(tokens, mass)
 
 
@@ -106,6 +108,8 @@ class CompiledSteps:
         expert_pages: A snapshot of the weight page table, or None.
         prefill_chunk: Tokens of one prefill step.
         column_weight: What prefill needs for the direct prompt correction, or None.
+        placement: Where the arrays are.
+        vocabulary: Columns of the logits.
     """
 
     def __init__(
@@ -116,7 +120,9 @@ class CompiledSteps:
         output: StepOutput,
         expert_pages: Any,
         prefill_chunk: int,
-        column_weight: jax.Array | None = None,
+        column_weight: jax.Array | None,
+        placement: Placement,
+        vocabulary: int,
     ):
         slots = output.tokens.shape[0]
         blocks = tuple(table.shape[2] for table in caches.kv_pages)
@@ -158,14 +164,23 @@ class CompiledSteps:
 
         common = (weights, caches, output, expert_pages)
         decoded, prefilled = self.decode_arguments.vector, self.prefill_arguments.vector
-        lowered = jax.jit(decode, donate_argnums=1).lower(*common, decoded)
+        # Given back as they came: the next step is compiled for nothing else.
+        state = jax.tree.map(lambda array: array.sharding, (caches, output))
+        scores = placement.columns(vocabulary)
+
+        def draw(function: Any, logits: Any, packed: Any) -> Any:
+            logits = jax.ShapeDtypeStruct(logits.shape, jnp.float32, sharding=scores)
+            compiled = jax.jit(function, out_shardings=state[1])
+            return compiled.lower(logits, output, packed).compile()
+
+        compiled = jax.jit(decode, donate_argnums=1, out_shardings=(*state, scores))
+        lowered = compiled.lower(*common, decoded)
         self.decode = lowered.compile()
-        logits = jax.ShapeDtypeStruct(lowered.out_info[2].shape, jnp.float32)
-        self.draw_decoded = jax.jit(draw_decoded).lower(logits, output, decoded).compile()
-        lowered = jax.jit(prefill, donate_argnums=1).lower(*common, prefilled, column_weight)
+        self.draw_decoded = draw(draw_decoded, lowered.out_info[2], decoded)
+        compiled = jax.jit(prefill, donate_argnums=1, out_shardings=(*state, scores, None))
+        lowered = compiled.lower(*common, prefilled, column_weight)
         self.prefill = lowered.compile()
-        logits = jax.ShapeDtypeStruct(lowered.out_info[2].shape, jnp.float32)
-        self.draw_prefilled = jax.jit(draw_prefilled).lower(logits, output, prefilled).compile()
+        self.draw_prefilled = draw(draw_prefilled, lowered.out_info[2], prefilled)
 
     @property
     def temporary_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """Batch generation with continuous batching over one page pool."""
 
+import dataclasses
 import time
 from bisect import insort
 from collections import deque
@@ -8,7 +9,6 @@ from collections.abc import Sequence as Many
 
 import jax
 import numpy as np
-from flax import nnx
 
 from pw_jax.engine.compiled import CompiledSteps, fill_chunk, fill_sampling, first_state
 from pw_jax.engine.config import EngineConfig
@@ -25,11 +25,12 @@ from pw_jax.engine.unread import PromptChunk, Unread
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
 from pw_jax.paging.allocator import Owner, PageAllocator
-from sharding.placement import device_memory
+from pw_jax.tensor_parallel.model import ParallelModel
+from sharding.placement import Placement, bytes_on_a_device
 
 
 class Engine:
-    """Runs one model on one device.
+    """Runs one model on one device, or over those of a mesh.
 
     Every turn (:meth:`step`) admits waiting sequences, makes room for the keys and values to come,
     dispatches at most one prefill chunk and one decode step, and then reads the tokens of the turn
@@ -47,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        model: CausalLm,
+        model: CausalLm | ParallelModel,
         config: EngineConfig,
         experts: ExpertSource | None = None,
         tokenizer: Tokenizer | None = None,
@@ -55,18 +56,21 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.model_config = model.config
-        sharding = device_memory()
-        graph, state = nnx.split(model)
-        leaves, tree = jax.tree.flatten(state)
-        self._weights = jax.device_put(leaves, sharding)
-        array_bytes = sum(w.nbytes for w in leaves)
+        placement, leaves = Placement.on_one_device(), jax.tree.leaves(model)
+        if isinstance(model, ParallelModel):
+            placement = Placement.over(model.mesh)
+        else:
+            leaves = jax.device_put(leaves, placement.whole)
+        self._weights = leaves
+        array_bytes = sum(bytes_on_a_device(leaf) for leaf in leaves)
         if experts is not None:
             array_bytes += column_weight_bytes(model.config, config.planner)
-        self.plan = plan_memory(model.config, config, experts, array_bytes)
+        on_device = dataclasses.replace(model.config, kv_shapes=model.kv_shapes)
+        self.plan = plan_memory(on_device, config, experts, array_bytes)
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)
-        self._caches, self._output = first_state(self.plan, model.config, config.slots, sharding)
+        self._caches, self._output = first_state(self.plan, model.config, config.slots, placement)
         self.precision: Precision | None = None
         self._column_weight: jax.Array | None = None
         if experts is not None:
@@ -76,16 +80,18 @@ class Engine:
             self._set_pool(self.precision.load(self._caches.pool, self.plan.weight_pages))
             column_weight = self.precision.prompts.column_weight
             if column_weight is not None:
-                self._column_weight = jax.device_put(column_weight, sharding)
+                self._column_weight = jax.device_put(column_weight, placement.whole)
         observe = experts is not None and config.planner.prompt_statistics != "off"
         self._compiled = CompiledSteps(
-            Steps(graph, tree, self.layout, config.implementation, observe),
+            Steps(jax.tree.structure(model), self.layout, config.implementation, observe),
             self._weights,
             self._caches,
             self._output,
             self._expert_pages(),
             config.prefill_chunk,
             self._column_weight,
+            placement,
+            model.config.vocab_size,
         )
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # by age

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation
@@ -15,6 +14,7 @@ from pw_jax.models.decoder import CausalLm, Output
 from pw_jax.paging.layout import PagingLayout
 from pw_jax.paging.memory import PagedMemory
 from pw_jax.paging.observer import PromptObserver, PromptStatistics
+from pw_jax.tensor_parallel.model import ParallelModel
 
 
 @jax.tree_util.register_dataclass
@@ -103,14 +103,12 @@ class Steps:
     """The step functions of one model; pure, to be compiled with the caches donated.
 
     Attributes:
-        graph: The model without its arrays.
-        weights_tree: Structure of its arrays.
+        weights_tree: The model without its arrays.
         layout: Layouts of its pages.
         implementation: Which kernels run.
         observe_prompts: Prefill also returns statistics of the prompt.
     """
 
-    graph: nnx.GraphDef[CausalLm]
     weights_tree: Any  # a PyTreeDef, which is no type for checkers
     layout: PagingLayout
     implementation: Implementation = "auto"
@@ -199,8 +197,8 @@ class Steps:
         drawn = sample(logits, arguments.sampling, position[None])
         return StepOutput(output.tokens.at[arguments.slot].set(drawn[0]), output.routing_mass)
 
-    def _model(self, weights: list[Array]) -> CausalLm:
-        return nnx.merge(self.graph, jax.tree.unflatten(self.weights_tree, weights))
+    def _model(self, weights: list[Array]) -> CausalLm | ParallelModel:
+        return jax.tree.unflatten(self.weights_tree, weights)
 
     def _memory(self, pool, kv_pages, positions, expert_pages, observer=None) -> PagedMemory:
         return PagedMemory(

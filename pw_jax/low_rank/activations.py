@@ -13,13 +13,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pw_jax.errors import UserError
-from pw_jax.low_rank.layers import linear_shapes
+from pw_jax.low_rank.layers import factorable_shapes
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
 from pw_jax.models.layers import Linear
-from pw_jax.models.llama import Llama
 from pw_jax.models.memory import SequenceMemory
 from pw_jax.models.opt import POSITION_OFFSET, Opt
 
@@ -50,31 +48,24 @@ class LayerRunner:
     """Runs the layers of a dense model apart from each other, in float32.
 
     Args:
-        config: A Llama or OPT model.
+        config: The model; routed experts are arrays.
         read: Gives a weight by name.
-
-    Raises:
-        UserError: Another family.
     """
 
     def __init__(self, config: ModelConfig, read: Read):
         self.model: CausalLm = registry.build_model(config)
-        if type(self.model) not in (Llama, Opt):
-            raise UserError(
-                f"models of type {config.model_type} cannot be decomposed; llama and opt can"
-            )
         self.read = read
         self.prefix = "model.decoder" if isinstance(self.model, Opt) else "model"
         inner: Any = self.model.model
         self.decoder = inner.decoder if isinstance(self.model, Opt) else inner
-        self.shapes = linear_shapes(self.model)
+        self.shapes = factorable_shapes(self.model)
 
     def layer_prefix(self, layer: int) -> str:
         """What the names of a layer's weights begin with, dot included."""
         return f"{self.prefix}.layers.{layer}."
 
     def linears(self, layer: int) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of the layer's linear layers, by full name."""
+        """(outputs, inputs) of the layer's linear layers that can be factored, by full name."""
         prefix = self.layer_prefix(layer)
         return {name: shape for name, shape in self.shapes.items() if name.startswith(prefix)}
 
@@ -87,7 +78,8 @@ class LayerRunner:
 
     def embed(self, tokens: Int32[np.ndarray, "S T"]) -> Float32[np.ndarray, "S T D"]:
         """What the first layer is given."""
-        hidden = self.read(f"{self.prefix}.embed_tokens.weight")[tokens].astype(np.float32)
+        rows = self.read(f"{self.prefix}.embed_tokens.weight")[tokens].astype(np.float32)
+        hidden = rows * np.float32(self.model.config.embedding_scale)
         if isinstance(self.model, Opt):
             places = np.arange(tokens.shape[1]) + POSITION_OFFSET
             table = self.read(f"{self.prefix}.embed_positions.weight")
@@ -113,33 +105,35 @@ class LayerRunner:
             Hidden states [few, T, D] that the layer gives, and by the names of the linear layers
             that share it an input [real tokens, features].
         """
-        shapes = self.model.config.kv_shapes
+        config = self.model.config
         # Without a cache a layer does not know its number: layers of one shape share one program.
-        alike = self.decoder.layers[shapes.index(shapes[layer])]
+        kinds = [(kv, i in config.moe_layers) for i, kv in enumerate(config.kv_shapes)]
+        alike = self.decoder.layers[kinds.index(kinds[layer])]
         prefix = self.layer_prefix(layer)
         short = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         graph, state = nnx.split(registry.set_weights(alike, short))
         leaves, tree = jax.tree.flatten(state)
+        linears = frozenset(name.removeprefix(prefix) for name in self.linears(layer))
         positions = np.broadcast_to(np.arange(hidden.shape[1], dtype=np.int32), mask.shape)
         for start in range(0, len(hidden), BATCH):
             part = slice(start, start + BATCH)
-            rope = None
-            if isinstance(self.model, Llama):
-                rope = self.model.ropes(jnp.asarray(positions[part]), jnp.float32)[layer]
-            out, groups = _run(
-                graph, tree, leaves, jnp.asarray(hidden[part]), rope, jnp.asarray(mask[part])
-            )
+            rope = self.model.ropes(config, jnp.asarray(positions[part]), jnp.float32)[layer]
+            few = (jnp.asarray(hidden[part]), rope, jnp.asarray(mask[part]))
+            out, groups = _run(graph, tree, linears, leaves, *few)
             inputs = {
-                tuple(prefix + name for name in names): np.asarray(x)[mask[part]]
+                tuple(prefix + name for name in names): np.asarray(x).reshape(-1, x.shape[-1])[
+                    mask[part].reshape(-1)
+                ]
                 for names, x in groups.items()
             }
             yield np.asarray(out), inputs
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     graph: Any,
     tree: Any,
+    linears: frozenset[str],
     leaves: list[Array],
     hidden: Float32[Array, "S T D"],
     rope: tuple[Array, Array] | None,
@@ -157,7 +151,7 @@ def _run(
         seen.append(([name], x))
 
     for path, module in list(nnx.iter_modules(layer)):
-        if type(module) is Linear:
+        if ".".join(map(str, path)) in linears:
             parent: Any = layer
             for part in path[:-1]:
                 parent = getattr(parent, str(part))

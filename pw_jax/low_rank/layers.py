@@ -11,6 +11,9 @@ from jaxtyping import Array, Float
 from pw_jax.errors import UserError
 from pw_jax.models.layers import Linear, add_last
 
+WHOLE = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "shared_expert_gate")
+"""Linear layers that are not factored, see `factorable_shapes`."""
+
 
 class LowRankLinear(nnx.Module):
     """``(x @ v.T) @ u.T + bias`` in the dtype of x: a `Linear` whose weight is ``u @ v``.
@@ -49,6 +52,20 @@ def linear_shapes(model: nnx.Module) -> dict[str, tuple[int, int]]:
         ".".join(map(str, path)): (module.weight.shape[0], module.weight.shape[1])
         for path, module in nnx.iter_modules(model)
         if type(module) is Linear and any(isinstance(part, int) for part in path)
+    }
+
+
+def factorable_shapes(model: nnx.Module) -> dict[str, tuple[int, int]]:
+    """Those of `linear_shapes` that a decomposition factors.
+
+    The others are what routes, which is small and decides, and the projections of latent attention,
+    which are factors already: of a matrix for keys and values and, in larger models, one for
+    queries. Routed experts are no linear layers; they stay as they are, to be quantised.
+    """
+    return {
+        name: shape
+        for name, shape in linear_shapes(model).items()
+        if name.rsplit(".", 1)[-1] not in WHOLE and ".router." not in name
     }
 
 

@@ -97,6 +97,9 @@ class ModelConfig:
         moe_layers: Layers that have routed experts, ascending.
         shared_expert_ffn: Hidden width of the expert that every token uses; None if there is none.
         renormalize: Weights of the chosen experts are divided by their sum.
+        sliding_rope: Rotary embedding of layers with a window; None: the same as of the others.
+        embedding_scale: Multiplies the rows of the embedding.
+        final_soft_cap: Logits become ``cap * tanh(logits / cap)``; None leaves them.
         bos_token_id: Token that starts a text, if the file names one.
         pad_token_id: Padding token, if the file names one.
         eos_token_ids: Any of these ends a text.
@@ -120,6 +123,9 @@ class ModelConfig:
     moe_layers: tuple[int, ...] = ()
     shared_expert_ffn: int | None = None
     renormalize: bool = False
+    sliding_rope: RopeConfig | None = None
+    embedding_scale: float = 1.0
+    final_soft_cap: float | None = None
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

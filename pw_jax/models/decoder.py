@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pw_jax.models.attention import SelfAttention
-from pw_jax.models.config import ModelConfig
+from pw_jax.models.config import KvShape, ModelConfig
 from pw_jax.models.layers import Embedding, GatedMlp, Linear, RmsNorm, rope_tables
 from pw_jax.models.memory import Memory
 from pw_jax.models.moe import ExpertStore, SparseMoe
@@ -126,6 +126,11 @@ class CausalLm(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
+    @property
+    def kv_shapes(self) -> tuple[KvShape, ...]:
+        """What a token leaves in each layer."""
+        return self.config.kv_shapes
+
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], memory: Memory
     ) -> Output:
@@ -139,7 +144,7 @@ class CausalLm(nnx.Module):
         config = self.config
         x = self.embed(tokens)
         masses = []
-        ropes = self.ropes(positions, x.dtype)
+        ropes = self.ropes(config, positions, x.dtype)
         for layer, rope in zip(self.model.layers, ropes, strict=True):
             x, memory, mass = layer(x, rope, memory)
             masses += [] if mass is None else [mass]
@@ -149,18 +154,36 @@ class CausalLm(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What the first layer sees."""
-        return self.model.embed_tokens(tokens)
+        return scale_rows(self.config, self.model.embed_tokens(tokens))
 
+    @staticmethod
     def ropes(
-        self, positions: Int[Array, "B T"], dtype: DTypeLike
-    ) -> tuple[tuple[Array, Array], ...]:
+        config: ModelConfig, positions: Int[Array, "B T"], dtype: DTypeLike
+    ) -> tuple[tuple[Array, Array] | None, ...]:
         """Cosines and sines of the positions, a pair for each layer."""
-        config = self.config
-        tables = rope_tables(config.rope, config.kv_shapes[0].head_dim, positions, dtype)
-        return (tables,) * config.num_layers
+
+        def table(kv: KvShape) -> tuple[Array, Array]:
+            own = config.sliding_rope if kv.window is not None else None
+            return rope_tables(own or config.rope, kv.head_dim, positions, dtype)
+
+        tables = {kv: table(kv) for kv in set(config.kv_shapes)}
+        return tuple(tables[kv] for kv in config.kv_shapes)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Scores of the next token; float32 also for bf16 weights, where rounding makes ties."""
         tied = self.config.tie_word_embeddings
         weight = (self.model.embed_tokens if tied else self.lm_head).weight[...]
-        return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        return cap_scores(self.config, scores)
+
+
+def scale_rows(config: ModelConfig, rows: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """Rows of the embedding as the first layer sees them; the factor is rounded to their dtype."""
+    scale = config.embedding_scale
+    return rows if scale == 1 else rows * jnp.asarray(scale, rows.dtype)
+
+
+def cap_scores(config: ModelConfig, scores: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
+    """Logits within the model's soft cap, if it has one."""
+    cap = config.final_soft_cap
+    return scores if cap is None else jnp.float32(cap) * jnp.tanh(scores / jnp.float32(cap))

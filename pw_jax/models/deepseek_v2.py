@@ -193,12 +193,13 @@ class DeepseekV2(CausalLm):
     config: DeepseekV2Config
     layer_type: type = DeepseekV2Layer
 
+    @staticmethod
     def ropes(
-        self, positions: Int[Array, "B T"], dtype: DTypeLike
+        config: ModelConfig, positions: Int[Array, "B T"], dtype: DTypeLike
     ) -> tuple[tuple[Array, Array], ...]:
         """Cosines and sines of the positions in float32: heads are rotated in it."""
         del dtype
-        config = self.config
+        assert isinstance(config, DeepseekV2Config)
         tables = rope_tables(config.rope, config.latent.rope_dim, positions, jnp.float32)
         return (tables,) * config.num_layers
 

@@ -8,13 +8,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
-from pw_jax.models.config import ExpertShape, ModelConfig, RopeConfig
+from pw_jax.models.config import ExpertShape, ModelConfig
 from pw_jax.models.decoder import CausalLm
-from pw_jax.models.layers import GatedMlp, Linear, expand_to, rope_tables, rotate
+from pw_jax.models.layers import GatedMlp, Linear, expand_to, rotate
 from pw_jax.models.memory import Memory
 from pw_jax.models.moe import ExpertStore, make_experts, routing_mass
 
@@ -24,14 +25,10 @@ class Gemma4Config(ModelConfig):
     """What only Gemma 4 has; `rope` is that of the full layers.
 
     Attributes:
-        sliding_rope: Rotary embedding of layers with a window.
         keys_are_values: Full layers have no v_proj; k_proj gives their values as well.
-        final_soft_cap: Logits become ``cap * tanh(logits / cap)``; None leaves them.
     """
 
-    sliding_rope: RopeConfig
     keys_are_values: bool
-    final_soft_cap: float | None
 
 
 class Gemma4Norm(nnx.Module):
@@ -49,8 +46,12 @@ class Gemma4Norm(nnx.Module):
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normal = wide * jax.lax.rsqrt(mean_square + jnp.float32(self.eps))
         if self.weighted:
-            normal = normal * expand_to(self.weight[...].astype(jnp.float32), x.ndim)
+            normal = normal * expand_to(self.scale(), x.ndim)
         return normal.astype(x.dtype)
+
+    def scale(self) -> Float32[Array | np.ndarray, " D"]:
+        """What normalised numbers are multiplied by."""
+        return self.weight[...].astype(jnp.float32)
 
 
 class Gemma4Attention(nnx.Module):
@@ -167,34 +168,8 @@ class Gemma4Layer(nnx.Module):
 
 
 class Gemma4(CausalLm):
-    """The decoder with scaled embeddings, a rotary embedding a kind of layer and capped logits."""
+    """The shared decoder with its own layers and norms."""
 
     config: Gemma4Config
     layer_type: type = Gemma4Layer
     norm_type: type = Gemma4Norm
-
-    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows times the root of their width, which is rounded to the weights' dtype first."""
-        rows = self.model.embed_tokens(tokens)
-        return rows * jnp.asarray(self.config.hidden_size**0.5, rows.dtype)
-
-    def ropes(
-        self, positions: Int[Array, "B T"], dtype: DTypeLike
-    ) -> tuple[tuple[Array, Array], ...]:
-        """Cosines and sines of the positions, a pair for each layer."""
-        config = self.config
-        tables = {
-            kv: rope_tables(
-                config.rope if kv.window is None else config.sliding_rope,
-                kv.head_dim,
-                positions,
-                dtype,
-            )
-            for kv in set(config.kv_shapes)
-        }
-        return tuple(tables[kv] for kv in config.kv_shapes)
-
-    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-        """Scores of the next token, float32."""
-        logits, cap = super().logits(hidden), self.config.final_soft_cap
-        return logits if cap is None else jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))

@@ -52,6 +52,7 @@ def read_config(raw: Mapping[str, Any], source: str = "config.json") -> Gemma4Co
         sliding_rope=_rope(fields, SLIDING),
         keys_are_values=keys_are_values,
         final_soft_cap=fields.number("final_logit_softcapping") if has_cap else None,
+        embedding_scale=fields.integer("hidden_size") ** 0.5,
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         qkv_bias=bias,
         output_bias=bias,
@@ -103,7 +104,7 @@ def _kv_shapes(fields: Fields, keys_are_values: bool) -> tuple[KvShape, ...]:
     if keys_are_values:
         whole["num_key_value_heads"] = fields.integer("num_global_key_value_heads", kv_heads)
     shapes = []
-    for layer, kind in enumerate(_layer_kinds(fields)):
+    for layer, kind in enumerate([*layer_kinds(fields)[:-1], FULL]):  # the last one always is
         own = whole if kind == FULL else {}
         if by_layer is not None:
             own = {int(key): value for key, value in by_layer.items()}.get(layer, {})
@@ -121,15 +122,15 @@ def _kv_shapes(fields: Fields, keys_are_values: bool) -> tuple[KvShape, ...]:
     return tuple(shapes)
 
 
-def _layer_kinds(fields: Fields) -> list[str]:
-    """Every sixth layer is full unless the file says otherwise; the last one always is."""
+def layer_kinds(fields: Fields, period: int = 6) -> list[str]:
+    """Every sixth layer is full unless the file says otherwise."""
     layers = fields.integer("num_hidden_layers")
     kinds = fields.raw.get("layer_types") or [
-        FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)
+        FULL if (layer + 1) % period == 0 else SLIDING for layer in range(layers)
     ]
     if len(kinds) != layers or not set(kinds) <= {SLIDING, FULL}:
         raise fields.error(f"field 'layer_types' must give {layers} times {SLIDING} or {FULL}")
-    return [*kinds[:-1], FULL]
+    return list(kinds)
 
 
 def _rope(fields: Fields, kind: str) -> RopeConfig:

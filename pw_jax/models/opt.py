@@ -118,6 +118,14 @@ class Opt(CausalLm):
         hidden, memory = self.model.decoder(tokens, positions, memory)
         return Output(hidden, memory, jnp.zeros((0, 0), jnp.float32))
 
+    @staticmethod
+    def ropes(
+        config: ModelConfig, positions: Int[Array, "B T"], dtype: DTypeLike
+    ) -> tuple[None, ...]:
+        """None for each layer: positions come with the embedding."""
+        del positions, dtype
+        return (None,) * config.num_layers
+
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Scores of the next token, float32."""
         tied = self.config.tie_word_embeddings

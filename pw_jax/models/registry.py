@@ -15,6 +15,7 @@ from pw_jax.low_rank.layers import use_low_rank
 from pw_jax.models import (
     deepseek_v2,
     deepseek_v2_config,
+    gemma3,
     gemma4,
     gemma4_config,
     llama,
@@ -45,6 +46,7 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(deepseek_v2_config.read_config, deepseek_v2.DeepseekV2),
+    "gemma3_text": Family(gemma3.read_config, gemma3.Gemma3),
     "gemma4": Family(gemma4_config.read_config, gemma4.Gemma4),
     "gemma4_text": Family(gemma4_config.read_config, gemma4.Gemma4),
     "llama": Family(llama.read_config, llama.Llama),
@@ -119,12 +121,15 @@ def parameter_shapes(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def set_weights[ModuleT: nnx.Module](model: ModuleT, weights: Mapping[str, Any]) -> ModuleT:
+def set_weights[ModuleT: nnx.Module](
+    model: ModuleT, weights: Mapping[str, Any], *, on_host: bool = False
+) -> ModuleT:
     """Gives a model its weights.
 
     Args:
         model: As from `build_model`, or a part of one; not changed.
         weights: Arrays (numpy or JAX) under dotted names; cast to the parameters' dtype.
+        on_host: Keep them numpy arrays, for `tensor_parallel` to distribute.
 
     Returns:
         A model with arrays.
@@ -151,9 +156,10 @@ def set_weights[ModuleT: nnx.Module](model: ModuleT, weights: Mapping[str, Any])
     ]
     if any(problems):
         raise UserError("weights do not fit the model: " + "; ".join(filter(None, problems)))
+    library: Any = np if on_host else jnp
     graph, state = nnx.split(model)
     flat = [
-        (path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))], dtype=leaf.dtype)))
+        (path, leaf.replace(library.asarray(weights[".".join(map(str, path))], dtype=leaf.dtype)))
         for path, leaf in nnx.to_flat_state(state)
     ]
     return nnx.merge(graph, nnx.from_flat_state(flat))

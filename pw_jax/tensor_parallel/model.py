@@ -1,38 +1,40 @@
 """A decoder over a mesh: called like the model that it was made of, and equal to it."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pw_jax.errors import UserError
 from pw_jax.models.config import KvShape, ModelConfig
-from pw_jax.models.decoder import CausalLm, Output
-from pw_jax.models.deepseek_v2 import DeepseekV2Config, pad_last, rotate_neighbours
-from pw_jax.models.layers import rope_tables, rotate
+from pw_jax.models.decoder import CausalLm, Output, cap_scores, scale_rows
 from pw_jax.models.memory import Memory
+from pw_jax.models.moe import KERNEL_ACTIVATIONS, dense_expert_ffn, routing_mass
 from pw_jax.models.opt import POSITION_OFFSET, Opt
+from pw_jax.paging.memory import PagedMemory
+from pw_jax.tensor_parallel.attend import attend
 from pw_jax.tensor_parallel.weights import (
+    LayerBlocks,
+    LayerParts,
     Outside,
-    attention_weights,
     blocks_of,
     layers_of,
-    mlp_weights,
     outside,
+    prepare_layer,
+    prepare_outside,
 )
 from sharding import parallel
-from sharding.blocks import AttentionBlock, LatentBlock, MlpBlock
 from sharding.layouts import Layout, make_layout
-from sharding.layouts.base import COLUMNS, REPLICATED, ROWS
-from sharding.mesh import AXIS, Placed, arrays_of, place, specs_of
-from sharding.norms import normalize
-from sharding.padding import pad_axis
+from sharding.layouts.base import PARTS, REPLICATED
+from sharding.mesh import AXIS, arrays_of, place, specs_of
 
-Blocks = tuple[AttentionBlock | LatentBlock, MlpBlock]
+Placing = Callable[[Any, Callable[[Any], Any], Any], Any]
 
 
 @jax.tree_util.register_dataclass
@@ -41,35 +43,33 @@ class ParallelModel:
     """A model in a layout; a pytree, whose arrays are divided over the mesh.
 
     Attributes:
-        layers: Placed parameters of attention and MLP, layer by layer.
+        layers: Placed parameters, layer by layer.
         outside: Placed embedding, positions, last norm and head.
         blocks: Shapes of the blocks, layer by layer.
         config: Of the model.
+        ropes: Of the model, see `CausalLm.ropes`.
         layout: How it lies.
         mesh: Where.
     """
 
-    layers: Any
-    outside: Any
-    blocks: tuple[Blocks, ...] = dataclasses.field(metadata={"static": True})
+    layers: list[LayerParts]
+    outside: Outside
+    blocks: tuple[LayerBlocks, ...] = dataclasses.field(metadata={"static": True})
     config: ModelConfig = dataclasses.field(metadata={"static": True})
+    ropes: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
-    mesh: Mesh = dataclasses.field(metadata={"static": True})
+    mesh: Mesh | AbstractMesh = dataclasses.field(metadata={"static": True})
 
     @property
     def kv_shapes(self) -> tuple[KvShape, ...]:
-        """What each device keeps of a token in each layer, padded and copied heads included."""
+        """What a token leaves in each layer on a device, padded and copied heads included."""
         return tuple(
-            dataclasses.replace(kv, kv_heads=attention.plan.groups)
-            for kv, (attention, _) in zip(self.config.kv_shapes, self.blocks, strict=True)
+            dataclasses.replace(kv, kv_heads=blocks.attention.plan.groups)
+            for kv, blocks in zip(self.config.kv_shapes, self.blocks, strict=True)
         )
 
     def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        memory: Memory,
-        memory_specs: Any = REPLICATED,
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], memory: Memory
     ) -> Output:
         """Runs all layers; as the model itself, but for the width of the hidden states.
 
@@ -77,21 +77,16 @@ class ParallelModel:
             tokens: int32 token ids.
             positions: int32 place of each token in its own text.
             memory: Asked on each device for the heads of that device.
-            memory_specs: Partitions of the memory over the mesh.
         """
         x = self._embed(tokens, positions)
-        ropes = self._ropes(positions, x.dtype)
-        specs = (REPLICATED, memory_specs)
-        for index, ((attention, mlp), (first, second)) in enumerate(
-            zip(self.blocks, self.layers, strict=True)
-        ):
-            attend = _attend(self.config, index, attention)
-            out, (_, memory) = parallel.attention_with_state(
-                self.mesh, attention, first, x, attend, (ropes, memory), specs
-            )
-            x = x + out
-            x = x + parallel.mlp(self.mesh, mlp, second, x)
-        return Output(self._last_norm(x), memory, jnp.zeros((0, 0), jnp.float32))
+        masses = []
+        ropes = self.ropes(self.config, positions, x.dtype)
+        for layer, rope in enumerate(ropes):
+            x, memory, mass = self._layer(layer, x, rope, memory)
+            masses += [] if mass is None else [mass]
+        experts = self.config.expert_shape.experts if self.config.expert_shape else 0
+        mass = jnp.stack(masses) if masses else jnp.zeros((0, experts), jnp.float32)
+        return Output(self._norm(self.outside.norm, x), memory, mass)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Scores of the next token, float32; the vocabulary is divided over the mesh.
@@ -114,11 +109,69 @@ class ParallelModel:
         mapped = jax.shard_map(
             scores, mesh=self.mesh, in_specs=(head.spec, residual), out_specs=vocabulary
         )
-        return mapped(head.array, hidden)[..., : self.config.vocab_size]
+        return cap_scores(self.config, mapped(head.array, hidden)[..., : self.config.vocab_size])
+
+    def _layer(
+        self, layer: int, x: Array, rope: Any, memory: Memory
+    ) -> tuple[Array, Memory, Array | None]:
+        """One layer; its routing mass as well if it has experts."""
+        blocks, parts = self.blocks[layer], self.layers[layer]
+        specs = (REPLICATED, REPLICATED, memory_specs(memory))
+        out, (_, _, memory) = parallel.attention_with_state(
+            self.mesh,
+            blocks.attention,
+            parts.attention,
+            x,
+            attend(self.config, layer),
+            (rope, arrays_of(parts.heads), memory),
+            specs,
+        )
+        x = x + self._after("attention", layer, out)
+        out, mass, share = None, None, None
+        if blocks.experts is not None:
+            out, mass, share = self._experts(layer, x, memory)
+        if blocks.mlp is not None:
+            every = parallel.mlp(self.mesh, blocks.mlp, parts.mlp, x)
+            every = self._after("mlp", layer, every)
+            every = every if share is None else every * share
+            out = every if out is None else out + every
+        assert out is not None
+        x = x + self._after("sum", layer, out)
+        scalar = parts.scalar
+        return x if scalar is None else x * scalar.array.reshape(1, 1, 1), memory, mass
+
+    def _experts(self, layer: int, x: Array, memory: Memory) -> tuple[Array, Array, Array | None]:
+        """What the routed experts add, their routing mass, and the share of the one for all."""
+        shape, block = self.config.expert_shape, self.blocks[layer].experts
+        assert shape is not None
+        assert block is not None
+        index = self.config.moe_layers.index(layer)
+
+        def ffn(gate_up: Any, down: Any, tokens: Array, ids: Any, weights: Any, memory: Any):
+            if gate_up is None:
+                kind = KERNEL_ACTIVATIONS[shape.activation]
+                return memory.expert_ffn(index, tokens, ids, weights, kind).astype(tokens.dtype)
+            out = dense_expert_ffn(tokens, ids, weights, gate_up, down, shape.activation)
+            return out.astype(tokens.dtype)
+
+        params = self.layers[layer].experts
+        out, expert_ids, weights, share = parallel.experts(
+            self.mesh, block, params, x, ffn, memory, memory_specs(memory)
+        )
+        mass = routing_mass(expert_ids, weights, memory.token_mask.reshape(-1), shape.experts)
+        return self._after("experts", layer, out), mass, share
+
+    def _after(self, name: str, layer: int, out: Array) -> Array:
+        """Behind a norm, where the model has one."""
+        norms = self.layers[layer].after
+        return self._norm(norms[name], out) if name in norms else out
+
+    def _norm(self, norm: Any, x: Array) -> Array:
+        return parallel.norm(self.mesh, self.blocks[0].attention, norm, x)
 
     def _embed(self, tokens: Array, positions: Array) -> Array:
         def look_up(parts: Outside, tokens: Array, positions: Array) -> Array:
-            x = parts.embedding.at[tokens].get(mode="clip")
+            x = scale_rows(self.config, parts.embedding.at[tokens].get(mode="clip"))
             if parts.positions is None:
                 return x
             return x + parts.positions.at[positions + POSITION_OFFSET].get(mode="clip")
@@ -131,104 +184,46 @@ class ParallelModel:
         )
         return mapped(arrays_of(self.outside), tokens, positions)
 
-    def _ropes(self, positions: Array, dtype: Any) -> Any:
-        """Rotary tables, the same in all layers; None where positions are learned."""
-        config = self.config
-        if isinstance(config, DeepseekV2Config):
-            return rope_tables(config.rope, config.latent.rope_dim, positions, jnp.float32)
-        if config.rope.kind == "none":
-            return None
-        return rope_tables(config.rope, config.kv_shapes[0].head_dim, positions, dtype)
-
-    def _last_norm(self, x: Array) -> Array:
-        def norm(norm: Any, x: Array) -> Array:
-            divided = self.layout.splits_residual
-            width = self.config.hidden_size
-            return normalize(x, norm, self.config.norm_eps, width, divided=divided)
-
-        norms, residual = self.outside.norm, self._residual(x.ndim)
-        mapped = jax.shard_map(
-            norm, mesh=self.mesh, in_specs=(specs_of(norms), residual), out_specs=residual
-        )
-        return mapped(arrays_of(norms), x)
-
     def _residual(self, ndim: int) -> PartitionSpec:
-        return parallel.residual_spec(self.blocks[0][1], ndim)
+        return parallel.residual_spec(self.blocks[0].attention, ndim)
 
 
-def parallelize(model: CausalLm | Opt, mesh: Mesh, layout: str) -> ParallelModel:
+def memory_specs(memory: Memory) -> Any:
+    """How a memory is divided: each device has a pool of pages, and all have the same tables."""
+    if isinstance(memory, PagedMemory):
+        whole = jax.tree.map(lambda _: REPLICATED, memory)
+        return dataclasses.replace(whole, pool=PARTS)
+    return REPLICATED
+
+
+def parallelize(
+    model: CausalLm, mesh: Mesh | AbstractMesh, layout: str, placing: Placing = place
+) -> ParallelModel:
     """Distributes a model over a mesh.
 
     Args:
-        model: With arrays; factored by `pw_jax.low_rank` in the layouts that need factors.
-        mesh: From `sharding.mesh.tensor_mesh`.
+        model: With arrays, best on the host (``set_weights(on_host=True)``): no device then ever
+            holds more than its share. Factored by `pw_jax.low_rank` in the layouts that need it.
+        mesh: From `sharding.mesh.tensor_mesh`; one without devices is enough for shapes.
         layout: A name of `sharding.layouts.LAYOUTS`.
+        placing: `sharding.mesh.abstract` makes a model of shapes out of one of shapes.
 
     Raises:
-        UserError: The layout cannot hold a layer of the model, or the layer has experts.
+        UserError: The layout cannot hold a layer of the model.
     """
-    if isinstance(model, CausalLm) and type(model).embed is not CausalLm.embed:
-        raise UserError(f"{model.config.model_type} models are not laid out over devices yet")
     prefix = "model.decoder.layers" if isinstance(model, Opt) else "model.layers"
     made = make_layout(layout, mesh.shape[AXIS])
-    cache: dict[Blocks, Blocks] = {}  # the same object for equal layers: compiled once
+    cache: dict[Any, Any] = {}  # the same object for equal blocks: compiled once
     blocks, params = [], []
     for index, layer in enumerate(layers_of(model)):
         fresh = blocks_of(model, made, index)
-        attention, mlp = cache.setdefault(fresh, fresh)
+        own = cache.setdefault(fresh, fresh)
         name = f"{prefix}.{index}"
         try:
-            params.append(
-                (
-                    place(mesh, attention.prepare, attention_weights(layer, name)),
-                    place(mesh, mlp.prepare, mlp_weights(layer, name)),
-                )
-            )
+            params.append(placing(mesh, partial(prepare_layer, made, own, name), layer))
         except ValueError as problem:
             raise UserError(f"{name}: {problem}") from problem
-        blocks.append((attention, mlp))
+        blocks.append(own)
 
-    def prepare(parts: Outside) -> Outside:
-        def columns(table: Any) -> Any:
-            if table is None:
-                return None
-            if not made.splits_residual:
-                return Placed(table, REPLICATED)
-            return Placed(pad_axis(table, 1, made.devices), COLUMNS)
-
-        head = Placed(pad_axis(parts.head, 0, made.devices), ROWS)
-        return Outside(
-            columns(parts.embedding), columns(parts.positions), made.norm(parts.norm), head
-        )
-
-    around = place(mesh, prepare, outside(model))
-    return ParallelModel(params, around, tuple(blocks), model.config, made, mesh)
-
-
-def _attend(config: ModelConfig, layer: int, block: AttentionBlock | LatentBlock) -> Any:
-    """What a device does with its heads: rotate, and ask the memory."""
-    kv = config.kv_shapes[layer]
-
-    def ask(memory: Memory, q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Memory]:
-        return memory.attend(layer, q, k, v, scale=scale, window=kv.window, soft_cap=None)
-
-    def grouped(q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-        ropes, memory = state
-        if ropes is not None:
-            q, k = rotate(q, ropes), rotate(k, ropes)
-        out, memory = ask(memory, q, k, v, kv.head_dim**-0.5)
-        return out, (ropes, memory)
-
-    def latent(q: Array, plain: Array, shared: Array, v: Array, state: Any) -> tuple[Array, Any]:
-        assert isinstance(config, DeepseekV2Config)
-        ropes, memory = state
-        first, turning = jnp.split(q, (config.latent.plain_dim,), axis=-1)
-        q = jnp.concatenate((first, rotate_neighbours(turning, ropes)), axis=-1)
-        shared = rotate_neighbours(shared, ropes)
-        shared = jnp.broadcast_to(shared, (*plain.shape[:3], shared.shape[-1]))
-        k = jnp.concatenate((plain, shared), axis=-1)
-        q, k, v = (pad_last(part, kv.head_dim) for part in (q, k, v))
-        out, memory = ask(memory, q, k, v, config.latent.scale)
-        return out[..., : config.latent.value_dim], (ropes, memory)
-
-    return latent if isinstance(block, LatentBlock) else grouped
+    around = placing(mesh, partial(prepare_outside, made), outside(model))
+    return ParallelModel(params, around, tuple(blocks), model.config, type(model).ropes, made, mesh)

@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from sharding.mesh import AXIS, Placed
-from sharding.padding import pad_axis
-from sharding.weights import Dense, Factors, Linear, Norm
+from sharding.padding import library_of, pad_axis
+from sharding.weights import Dense, Factors, Leaf, Linear, Norm
 
-Spread = Callable[[Array, int], Array]  # (array, axis): pads and reorders an axis of features
+Spread = Callable[[Leaf, int], Leaf]  # (array, axis): pads and reorders an axis of features
 REPLICATED = PartitionSpec()
 COLUMNS = PartitionSpec(None, AXIS)
 ROWS = PartitionSpec(AXIS, None)
 PARTS = PartitionSpec(AXIS)
+WHOLE_HINT = "the gathered layout takes both, decompose.py --allotment uniform leaves none whole"
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +112,7 @@ class Layout(abc.ABC):
         """Pads hidden states as the layout keeps them; outside of `jax.shard_map`."""
         return pad_axis(x, -1, self.devices) if self.splits_residual else x
 
-    def _columns(self, vector: Array) -> Placed:
+    def _columns(self, vector: Leaf) -> Placed:
         """A vector along the residual."""
         if self.splits_residual:
             return Placed(pad_axis(vector, 0, self.devices), PARTS)
@@ -149,10 +149,10 @@ def latent_widths(linears: Mapping[str, Linear]) -> tuple[tuple[str, int | None]
     )
 
 
-def fuse(linears: Mapping[str, Linear]) -> Array | None:
+def fuse(linears: Mapping[str, Linear]) -> Leaf | None:
     """The first factors side by side, [in, sum of ranks]; None if no layer is factored."""
     first = [layer.v for layer in linears.values() if isinstance(layer, Factors)]
-    return jnp.concatenate(first, axis=1) if first else None
+    return library_of(first[0]).concatenate(first, axis=1) if first else None
 
 
 def split(

@@ -12,6 +12,7 @@ from sharding.layouts.base import (
     COLUMNS,
     REPLICATED,
     ROWS,
+    WHOLE_HINT,
     Entry,
     Layout,
     Spread,
@@ -82,5 +83,5 @@ class NaiveLayout(Layout):
 
 def _factors(name: str, layer: Linear) -> Factors:
     if not isinstance(layer, Factors):
-        raise ValueError(f"the naive layout needs factors, but {name} is one whole weight")
+        raise ValueError(f"the naive layout needs factors, but {name} is whole; {WHOLE_HINT}")
     return layer

@@ -5,7 +5,17 @@ from collections.abc import Mapping
 from jax import lax
 from jaxtyping import Array, Float
 
-from sharding.layouts.base import COLUMNS, ROWS, Entry, Layout, Spread, add_bias, fuse, split
+from sharding.layouts.base import (
+    COLUMNS,
+    ROWS,
+    WHOLE_HINT,
+    Entry,
+    Layout,
+    Spread,
+    add_bias,
+    fuse,
+    split,
+)
 from sharding.mesh import AXIS, Placed
 from sharding.padding import pad_axis
 from sharding.weights import Factors, Linear
@@ -27,7 +37,9 @@ class ShardedLayout(Layout):
         """Divides the fused V by its inputs."""
         for name, layer in linears.items():
             if not isinstance(layer, Factors):
-                raise ValueError(f"the sharded layout needs factors, but {name} is a whole weight")
+                raise ValueError(
+                    f"the sharded layout needs factors, but {name} is whole; {WHOLE_HINT}"
+                )
         fused = fuse(linears)
         assert fused is not None
         first = {"fused": Placed(pad_axis(fused, 0, self.devices), ROWS)}

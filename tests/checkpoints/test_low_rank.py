@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoints import low_rank, spectra
-from checkpoints.engine import load_engine
+from checkpoints.engine import TensorParallel, load_engine
 from checkpoints.huggingface import Checkpoint, load_dense_model
 from checkpoints.low_rank import (
     decompose,
@@ -163,6 +163,30 @@ def test_full_ranks_generate_what_the_dense_model_does(tmp_path, source, family)
     (generation,) = engine.generate([tokens[:length].tolist()], 24, stop_token_ids=())
     assert list(generation.tokens) == wanted[:24]
     assert config == read_model_ranks(result.directory)[0]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v2_lite",
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_and_latents_generate_the_same_over_devices(tmp_path, source, text, family):
+    out = decompose(source, tmp_path / "out", options(text, ratio=0.7, allotment="uniform"))
+    assert any(name.endswith("o_proj") for name in out.ranks)
+    assert not any("kv_" in name or ".experts" in name for name in out.ranks)
+    sizes = EngineConfig(slots=2, max_sequence_tokens=64, kv_dtype="float32", page_bytes=2048)
+    prompts = [list(range(4, 24)), [7, 30, 11]]
+    written = []
+    for parallel in (None, TensorParallel.over(3, "sharded")):
+        engine = load_engine(
+            out.directory, sizes, "float32", with_tokenizer=False, parallel=parallel
+        )
+        written.append([g.tokens for g in engine.generate(prompts, 16, stop_token_ids=())])
+    assert written[0] == written[1]
+    assert len(set(written[0][0])) > 2
 
 
 def test_different_ranks_for_q_k_and_v(tmp_path, source):

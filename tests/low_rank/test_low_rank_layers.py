@@ -7,7 +7,7 @@ import pytest
 
 from pw_jax.errors import UserError
 from pw_jax.low_rank.activations import LayerRunner
-from pw_jax.low_rank.layers import LowRankLinear, linear_shapes
+from pw_jax.low_rank.layers import LowRankLinear, factorable_shapes, linear_shapes
 from pw_jax.models import registry
 from pw_jax.models.memory import SequenceMemory
 
@@ -16,16 +16,6 @@ def dense(name):
     found = golden.read(f"{name}/reference")
     names = golden.Checkpoint(found.directory)
     return found, golden.load_weights(names, np.float32)
-
-
-def factored(weights, ranks):
-    """Weights with plain SVD factors in the place of the matrices named."""
-    out = dict(weights)
-    for name, rank in ranks.items():
-        left, singular, right = np.linalg.svd(out.pop(f"{name}.weight"), full_matrices=False)
-        out[f"{name}.u"] = left[:, :rank] * singular[None, :rank]
-        out[f"{name}.v"] = right[:rank]
-    return out
 
 
 def logits(model, tokens, mask):
@@ -40,7 +30,7 @@ def test_full_rank_computes_what_the_dense_model_does(name):
     shapes = linear_shapes(registry.build_model(found.config))
     ranks = {linear: min(shape) for linear, shape in shapes.items()}
     model = registry.set_weights(
-        registry.build_model(found.config, ranks=ranks), factored(weights, ranks)
+        registry.build_model(found.config, ranks=ranks), golden.factored(weights, ranks)
     )
     ours = logits(model, found.tokens, found.mask)
     np.testing.assert_allclose(ours[found.mask], found.logits, atol=2e-4, rtol=2e-4)
@@ -50,7 +40,7 @@ def test_a_low_rank_model_equals_the_dense_one_of_the_product():
     found, weights = dense("opt")
     names = [f"model.decoder.layers.0.self_attn.{n}_proj" for n in ("q", "k", "v")]
     ranks = dict(zip([*names, "model.decoder.layers.1.fc2"], (5, 7, 11, 3), strict=True))
-    parts = factored(weights, ranks)
+    parts = golden.factored(weights, ranks)
     product = dict(weights)
     for name in ranks:
         product[f"{name}.weight"] = parts[f"{name}.u"] @ parts[f"{name}.v"]
@@ -89,7 +79,9 @@ def test_ranks_that_do_not_fit(ranks, message):
         registry.build_model(golden.read("llama/reference").config, ranks=ranks)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "opt", "deepseek_v2", "qwen2_moe", "gemma3_text", "gemma4_text"]
+)
 def test_layers_apart_compute_what_the_model_does(name):
     found, weights = dense(name)
     runner = LayerRunner(found.config, lambda key: weights[key])
@@ -102,8 +94,8 @@ def test_layers_apart_compute_what_the_model_does(name):
         for names in parts[0][1]:
             groups[names] = np.concatenate([inputs[names] for _, inputs in parts])
     model = registry.set_weights(registry.build_model(found.config), weights)
-    last = runner.decoder.norm if name == "llama" else runner.decoder.final_layer_norm
-    prefix = "model.norm" if name == "llama" else "model.decoder.final_layer_norm"
+    last = runner.decoder.final_layer_norm if name == "opt" else runner.decoder.norm
+    prefix = "model.decoder.final_layer_norm" if name == "opt" else "model.norm"
     norm = registry.set_weights(
         last, {k.removeprefix(f"{prefix}."): v for k, v in weights.items() if prefix in k}
     )
@@ -112,7 +104,13 @@ def test_layers_apart_compute_what_the_model_does(name):
     linears = {linear for names in groups for linear in names}
     assert linears == set(runner.shapes)
     first = min(groups, key=lambda names: (-len(names), names))
-    assert {linear.rsplit(".", 1)[1] for linear in first} == {"q_proj", "k_proj", "v_proj"}
+    shared = {"q_proj", "k_proj", "v_proj"}
+    if name == "deepseek_v2":  # its attention has factors of its own
+        shared = {"gate_proj", "up_proj"}
+    elif name == "gemma4_text":  # the values of full layers are their keys
+        assert found.config.keys_are_values
+        first = next(names for names in groups if "layers.1" in names[0] and len(names) == 3)
+    assert {linear.rsplit(".", 1)[1] for linear in first} == shared
     for names, rows in groups.items():  # padding is not among them
         assert rows.shape == (found.mask.sum(), runner.shapes[names[0]][1])
 
@@ -131,6 +129,16 @@ def test_padding_changes_nothing():
             np.testing.assert_array_equal(first[names], second[names])
 
 
-def test_other_families_are_refused():
-    with pytest.raises(UserError, match="mixtral cannot be decomposed; llama and opt can"):
-        LayerRunner(golden.read("mixtral/reference").config, lambda name: np.zeros(1))
+def test_what_is_factored_in_a_model_with_experts_and_latents():
+    config = golden.read("deepseek_v2_lite/reference").config
+    kept = {name.split(".", 3)[3] for name in factorable_shapes(registry.build_model(config))}
+    mlp = {f"{part}_proj" for part in ("gate", "up", "down")}
+    assert kept == {
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        *(f"mlp.{part}" for part in mlp),
+        *(f"mlp.shared_experts.{part}" for part in mlp),
+    }
+    config = golden.read("qwen2_moe/reference").config
+    names = factorable_shapes(registry.build_model(config))
+    assert not any("gate." in name or name.endswith("_gate") for name in names)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from checkpoints.huggingface import Checkpoint, load_weights
+from pw_jax.low_rank.layers import factorable_shapes
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
@@ -55,6 +56,22 @@ def read(name: str) -> Golden:
         return Golden(
             raw, registry.read_config(raw), directory, **{key: arrays[key] for key in wanted}
         )
+
+
+def full_ranks(config: ModelConfig) -> dict[str, int]:
+    """Ranks at which factors of every matrix that decompose.py factors lose nothing."""
+    shapes = factorable_shapes(registry.build_model(config))
+    return {name: min(shape) for name, shape in shapes.items()}
+
+
+def factored(weights: dict[str, np.ndarray], ranks: dict[str, int]) -> dict[str, np.ndarray]:
+    """Weights with plain SVD factors in the place of the matrices named."""
+    out = dict(weights)
+    for name, rank in ranks.items():
+        left, singular, right = np.linalg.svd(out.pop(f"{name}.weight"), full_matrices=False)
+        out[f"{name}.u"] = left[:, :rank] * singular[None, :rank]
+        out[f"{name}.v"] = right[:rank]
+    return out
 
 
 class Forward:

@@ -1,4 +1,4 @@
-"""Golden files have every feature of Gemma 4 and DeepSeek-V2 on: without one they do not match."""
+"""Golden files have every feature of Gemma and DeepSeek-V2 on: without one they do not match."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,6 +31,10 @@ CONFIGS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "sliding layers turn faster": ("gemma4", lambda c: {"sliding_rope": RopeConfig(1e6)}),
     "full layers turn in part": ("gemma4_text", lambda c: {"rope": RopeConfig(1e6)}),
     "gelu is the tanh one": ("gemma4", lambda c: {"activation": "silu"}),
+    "scores have a scale of their own": ("gemma3_text", lambda c: {"query_scale": 16**-0.5}),
+    "full layers are stretched": ("gemma3_text", lambda c: {"rope": RopeConfig(300.0)}),
+    "layers with a window turn faster": ("gemma3_text", lambda c: {"sliding_rope": c.rope}),
+    "embeddings are scaled": ("gemma3_text", lambda c: {"embedding_scale": 5.0}),
     "chosen experts are scaled": ("deepseek_v2", lambda c: {"routed_scale": 2.4}),
     "groups limit the choice": ("deepseek_v2", lambda c: {"top_groups": 4}),
     "scores grow with the context": (

@@ -77,6 +77,9 @@ def test_measurements(tmp_path, dense, text, command):
     record = json.loads(results.read_text())
     assert record["command"].startswith("python scripts/perplexity.py --models dense svd whitened")
     assert [row["method"] for row in record["results"]] == ["dense", "svd", "whitened"]
+    made_by = record["results"][2]["made_by"].split()
+    assert made_by[:2] == ["python", "scripts/decompose.py"]
+    assert {"--ratio", "0.7", "uniform", "float32", "text.txt"} <= set(made_by)
     counts = [row["parameters"] for row in record["results"]]
     assert counts[1] == counts[2] < counts[0]
     flags = ("--source", dense, *flags)

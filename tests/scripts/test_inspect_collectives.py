@@ -59,6 +59,37 @@ def test_tables_are_for_people(command):
         assert part in printed
 
 
+def test_ranks_of_a_decomposition(command, tmp_path):
+    """The second layer of OPT-30B, its output projection left whole."""
+    parts = {"self_attn.q_proj": 11, "self_attn.k_proj": 13, "self_attn.v_proj": 17, "fc1": 19}
+    ranks = {f"model.decoder.layers.1.{name}": rank for name, rank in parts.items()}
+    file = tmp_path / "ranks.json"
+    file.write_text(json.dumps(ranks | {"model.decoder.layers.1.fc2": 23}))
+    flags = ("--ranks", file, "--layer", "1", "--tokens", "4")
+    report = inspect(command, "opt-30b", *flags)
+    assert report["ranks"]["attention.k"] == 13
+    assert report["ranks"]["attention.o"] is None
+    assert "naive" not in report["layouts"]
+    found = {(row["kind"], row["width"]): row for row in report["collectives"]}
+    assert set(found) == {
+        ("all-gather", 48),  # 11 + 13 + 17 padded to eight devices
+        ("all-reduce", 7168),
+        ("all-gather", 24),
+        ("all-reduce", 23),
+    }
+    for row in found.values():
+        assert row["measured_elements"] == pytest.approx(row["formula_elements"], rel=1e-9)
+    code, _, error = command(
+        "inspect_collectives", "--config", CONFIGS / "opt-30b.json", *flags, "--layout", "naive"
+    )
+    assert code == 2
+    assert "naive layout needs factors of o" in error
+    flags = ("--ranks", file, "--layer", "2")
+    code, _, error = command("inspect_collectives", "--config", CONFIGS / "opt-30b.json", *flags)
+    assert code == 2
+    assert "no matrix of layer 2" in error
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -2,30 +2,62 @@
 
 import json
 
+import pytest
+
 TINY = {
     "model_type": "llama",
     "vocab_size": 64,
     "hidden_size": 46,
     "intermediate_size": 74,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
 
 
-def test_all_layouts_are_timed(command, tmp_path):
+@pytest.fixture
+def benchmark(command, load, monkeypatch, tmp_path):
+    """Runs it on a tiny model and a tiny workload; gives its records, printed lines and error."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
+    module = load("_tp_benchmark")
+    monkeypatch.setitem(module.WORKLOADS, "s1", module.Workload("s1", 3, 4, 6))
+    for constant in ("CALLS", "REPEATS"):
+        monkeypatch.setattr(module, constant, 2)
     out = tmp_path / "results" / "tp.json"
-    sizes = ("--tp", 2, "--ratios", 0.8, 0.5, "--tokens", 3, "--layers", 2)
-    code, printed, error = command("benchmark", "tp", "--config", tmp_path, *sizes, "--json", out)
-    assert code == 0, error
-    records = json.loads(out.read_text())["records"]
-    assert len(records) == len(printed.splitlines()) == 1 + 3 * 2
-    wire = {(r["layout"], r["ratio"]): r["wire_bytes"] for r in records}
-    assert wire["gathered", 0.5] < wire["gathered", 0.8] < wire["naive", 0.8]
-    assert wire["dense", 0.8] == 2 * 2 * 46 * 2 / 2
-    assert all(r["us_per_layer"] > 0 for r in records)
-    code, _, error = command("benchmark", "tp", "--config", tmp_path, "--tp", 99, "--json", out)
-    assert code == 2
+
+    def run(*flags):
+        sizes = ("--config", tmp_path, "--workloads", "s1", "--json", out, *flags)
+        code, printed, error = command("benchmark", "tp", *sizes)
+        records = json.loads(out.read_text())["records"] if code == 0 else []
+        return records, printed.splitlines(), error
+
+    return run
+
+
+def test_layouts_are_timed(benchmark):
+    flags = ("--layouts", "dense", "gathered", "--ratios", 0.8, "--layers", 1)
+    records, printed, error = benchmark("--tp", 2, *flags)
+    assert not error
+    assert len(records) == len(printed) == 2
+    dense, gathered = records
+    assert (dense["layout"], dense["ratio"], gathered["ratio"]) == ("dense", 1.0, 0.8)
+    # Two all-reduces of the hidden width a layer; the head's argmax comes on top.
+    assert 2 * 2 * 46 * 2 / 2 <= dense["decode_wire_bytes"] < 2 * 2 * 46 * 2 / 2 + 100
+    for record in records:
+        assert all(value > 0 for key, value in record.items() if key.endswith(("_us", "_ms")))
+        seconds = record["model_first_token_ms"] + 5 * record["model_per_token_ms"]
+        assert record["model_tokens_per_s"] == pytest.approx(1e3 * 3 * 6 / seconds, rel=1e-2)
+
+
+def test_one_of_several_alone(benchmark):
+    records, _, error = benchmark("--alone", 8, "--layouts", "gathered", "--ratios", 0.8, 0.5)
+    assert not error
+    wide, narrow = (record["weight_bytes"] for record in records)
+    assert wide > narrow > 0
+    assert all(record["decode_us"] > 0 for record in records)
+
+
+def test_more_devices_than_there_are(benchmark):
+    _, _, error = benchmark("--tp", 99)
     assert "--tp 99, but there are 8 devices" in error
