@@ -129,12 +129,11 @@ def load_engine(
             model = parallelize(model, parallel.mesh, parallel.layout)
         return Engine(model, config, tokenizer=tokenizer)
     store = open_store(path)
-    if parallel is not None:
-        raise UserError(
-            f"{path} was made by convert.py, whose pages of experts run on one device only: take "
-            f"the folder that it was made from"
-        )
     model = registry.build_model(store.model_config, "paged", dtype)
-    model = registry.set_weights(model, store.load_dense(dtype))
+    on_host = parallel is not None
+    weights = store.load_dense(dtype, on_host=on_host)
+    model = registry.set_weights(model, weights, on_host=on_host)
+    if parallel is not None:
+        model = parallelize(model, parallel.mesh, parallel.layout)
     experts = StoredExperts(store) if store.model_config.moe_layers else None
     return Engine(model, config, experts, tokenizer)

@@ -110,18 +110,20 @@ class Store:
         return range(self.manifest["seed_bits"], self.manifest["parent_bits"] + 1)
 
     def load_dense(
-        self, dtype: DTypeLike, sharding: Placement | None = None
-    ) -> dict[str, jax.Array]:
+        self, dtype: DTypeLike, sharding: Placement | None = None, *, on_host: bool = False
+    ) -> dict[str, Any]:
         """Loads every weight that is not a routed expert.
 
         Args:
             dtype: what to cast to while loading.
             sharding: one for all, or a function of name and shape; default one device.
+            on_host: as numpy arrays instead.
 
         Returns:
             Arrays by our names.
         """
-        return load_item(self.directory / "dense", sharding or _first_device(), dtype)
+        place = None if on_host else sharding or _first_device()
+        return load_item(self.directory / "dense", place, dtype)
 
     def load_experts(self, layer: int, module: Module) -> ExpertArrays:
         """Loads the pages of one module of one layer into host memory."""

@@ -1,7 +1,9 @@
 """Which memory an array lives in."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -20,25 +22,29 @@ class Placement:
         devices: How many.
         pool: Of the pool, divided by its first axis.
         whole: Of what every device has all of: tables, tokens, step arguments.
+        host: Of what is copied into the pool later, divided in the same way.
     """
 
     devices: int
     pool: Sharding
     whole: Sharding
+    host: Sharding
 
     @classmethod
     def on_one_device(cls) -> "Placement":
         """On the first local device."""
         sharding = device_memory()
-        return cls(1, sharding, sharding)
+        return cls(1, sharding, sharding, host_memory())
 
     @classmethod
     def over(cls, mesh: Mesh) -> "Placement":
         """Over a mesh from `sharding.mesh.tensor_mesh`."""
+        pool = NamedSharding(mesh, PartitionSpec(AXIS))
         return cls(
             mesh.shape[AXIS],
-            NamedSharding(mesh, PartitionSpec(AXIS)),
+            pool,
             NamedSharding(mesh, PartitionSpec()),
+            pool.with_memory_kind(_host_kind(mesh.local_devices[0])),
         )
 
     def columns(self, width: int) -> Sharding:
@@ -46,6 +52,28 @@ class Placement:
         if not isinstance(self.pool, NamedSharding) or width % self.devices:
             return self.whole
         return NamedSharding(self.pool.mesh, PartitionSpec(None, AXIS))
+
+    def on_each_device(
+        self, write: Callable[..., jax.Array], whole_arguments: int
+    ) -> Callable[..., jax.Array]:
+        """A function of each device's pages: of its pool and, behind it, other arguments.
+
+        Args:
+            write: Takes and gives a device's pool; of the other arguments, its part of each.
+            whole_arguments: How many of the last arguments every device has whole.
+        """
+        if not isinstance(self.pool, NamedSharding):
+            return write
+        own, whole = self.pool.spec, PartitionSpec()
+
+        def mapped(*arguments: Any) -> jax.Array:
+            divided = len(arguments) - whole_arguments
+            specs = (own,) * divided + (whole,) * whole_arguments
+            return jax.shard_map(
+                write, mesh=self.pool.mesh, in_specs=specs, out_specs=own, check_vma=False
+            )(*arguments)
+
+        return mapped
 
 
 def device_memory(index: int = 0) -> SingleDeviceSharding:
@@ -57,9 +85,12 @@ def device_memory(index: int = 0) -> SingleDeviceSharding:
 def host_memory(index: int = 0) -> SingleDeviceSharding:
     """Host memory that the device copies from without stalling: pinned, where there is such."""
     device = jax.local_devices()[index]
+    return SingleDeviceSharding(device, memory_kind=_host_kind(device))
+
+
+def _host_kind(device: jax.Device) -> str:
     kinds = [memory.kind for memory in device.addressable_memories()]
-    kind = "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
-    return SingleDeviceSharding(device, memory_kind=kind)
+    return "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
 
 
 def bytes_on_a_device(array: jax.Array) -> int:

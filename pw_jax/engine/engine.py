@@ -15,7 +15,7 @@ from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make_requests
 from pw_jax.engine.kv_cache import KvCache, check_pages, fill_new_pages
-from pw_jax.engine.memory_plan import column_weight_bytes, plan_memory
+from pw_jax.engine.memory_plan import check_experts, column_weight_bytes, plan_memory
 from pw_jax.engine.precision import Precision
 from pw_jax.engine.sampling import GREEDY, Sampling
 from pw_jax.engine.sequence import Request, Sequence, TokenEvent, check_request
@@ -65,8 +65,9 @@ class Engine:
         array_bytes = sum(bytes_on_a_device(leaf) for leaf in leaves)
         if experts is not None:
             array_bytes += column_weight_bytes(model.config, config.planner)
+        check_experts(config, experts, placement.devices)
         on_device = dataclasses.replace(model.config, kv_shapes=model.kv_shapes)
-        self.plan = plan_memory(on_device, config, experts, array_bytes)
+        self.plan = plan_memory(on_device, config, experts, array_bytes, placement.devices)
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)
@@ -75,7 +76,12 @@ class Engine:
         self._column_weight: jax.Array | None = None
         if experts is not None:
             self.precision = Precision.create(
-                self.layout, self.allocator, experts, config.planner, self._caches.pool
+                self.layout,
+                self.allocator,
+                experts,
+                config.planner,
+                self._caches.pool,
+                placement,
             )
             self._set_pool(self.precision.load(self._caches.pool, self.plan.weight_pages))
             column_weight = self.precision.prompts.column_weight

@@ -8,6 +8,7 @@ from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.errors import UserError
 from pw_jax.models.config import ModelConfig
+from pw_jax.paging.expert_slices import slice_layouts
 from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
 from pw_jax.planner.config import PlannerConfig
 
@@ -41,9 +42,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: ModelConfig, config: EngineConfig, experts: ExpertSource | None, array_bytes: int
+    model: ModelConfig,
+    config: EngineConfig,
+    experts: ExpertSource | None,
+    array_bytes: int,
+    devices: int = 1,
 ) -> MemoryPlan:
-    """Plans the memory of an engine.
+    """Plans the memory of an engine: of each of its devices.
 
     At load time experts may fill the pool but for the KV blocks that the planner keeps free anyway;
     later the two share it as sequences grow. If the planner moves no pages, KV pages for all slots
@@ -58,22 +63,26 @@ def plan_memory(
             f"this model has learned positions for {model.max_positions} tokens and cannot run "
             f"sequences of max_sequence_tokens {config.max_sequence_tokens}: lower it"
         )
+    expert_shape, expert_format = None, None
+    if experts is not None and model.expert_shape is not None:
+        expert_shape, expert_format = slice_layouts(
+            model.expert_shape, experts.expert_format, devices
+        )
     page_words = (
         choose_page_words(
             model.kv_shapes,
             kv_dtype=config.kv_dtype,
-            expert_shape=model.expert_shape if experts is not None else None,
+            expert_shape=expert_shape,
         )
         if config.page_bytes is None
         else config.page_bytes // 4
     )
-    expert_format = experts.expert_format if experts is not None else None
     try:
         layout = paging_layout(
             model.kv_shapes,
             kv_dtype=config.kv_dtype,
             page_words=page_words,
-            expert_shape=model.expert_shape,
+            expert_shape=expert_shape,
             expert_format=expert_format,
             moe_layers=len(model.moe_layers),
         )
@@ -105,6 +114,24 @@ def plan_memory(
         weight_pages,
         tuple(group.blocks(config.max_sequence_tokens) for group in layout.kv_groups),
     )
+
+
+def check_experts(config: EngineConfig, experts: ExpertSource | None, devices: int) -> None:
+    """Refuses what experts in pages cannot do over several devices.
+
+    Raises:
+        UserError: Prompt statistics; or several processes, in which copies land at different times
+            and the schedulers would part.
+    """
+    if experts is None or devices == 1:
+        return
+    if config.planner.prompt_statistics != "off":
+        raise UserError(
+            "statistics of prompts are not collected over several devices: leave "
+            "--prompt-residual off"
+        )
+    if jax.process_count() > 1:
+        raise UserError("experts in pages run on the devices of one process only")
 
 
 def column_weight_bytes(model: ModelConfig, planner: PlannerConfig) -> int:

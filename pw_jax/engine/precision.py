@@ -11,6 +11,7 @@ from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.engine.prompts import RunningPrompts
 from pw_jax.engine.trace import PlanEvent
 from pw_jax.paging.allocator import OutOfPagesError, PageAllocator
+from pw_jax.paging.expert_slices import slice_experts
 from pw_jax.paging.host_pages import Block, HostPages, Transfer
 from pw_jax.paging.layout import MODULES, PagingLayout
 from pw_jax.paging.mover import Mover
@@ -23,7 +24,7 @@ from pw_jax.planner.kinds import floors_of, weigh
 from pw_jax.planner.plan import Plan, PlanInputs, plan_release, plan_restore
 from pw_jax.planner.routing import RoutingMass
 from pw_jax.planner.static import optimal_bits
-from sharding.placement import host_memory
+from sharding.placement import Placement
 
 
 class _Nothing(NamedTuple):
@@ -114,6 +115,7 @@ class Precision:
         source: ExpertSource,
         config: PlannerConfig,
         pool: jax.Array,
+        placement: Placement | None = None,
     ) -> "Precision":
         """Reads all experts of a source into host memory and compiles the copies.
 
@@ -122,9 +124,11 @@ class Precision:
             allocator: Owns the pages.
             source: The experts.
             config: The planner's constants.
-            pool: The pool, for its shape and sharding.
+            pool: The pool, for its shape.
+            placement: Where the pool is; default on one device.
         """
-        host, modules = HostPages(layout, host_memory()), range(len(MODULES))
+        placement = placement or Placement.on_one_device()
+        host, modules = HostPages(layout, placement.host), range(len(MODULES))
         errors, before = [], []
         for layer in range(layout.moe_layers):
             arrays = [source.load_experts(layer, module) for module in modules]
@@ -132,7 +136,8 @@ class Precision:
                 if before and arrays[module].planes is before[module].planes:
                     host.share(layer, module, layer - 1)
                 else:
-                    host.add(layer, module, arrays[module])
+                    parts = slice_experts(arrays[module], module, placement.devices)
+                    host.add(layer, module, parts)
             before = arrays
             errors.append(np.stack([both.damage for both in arrays], axis=1))
         damage, seen = np.stack(errors).astype(np.float64), source.calibration
@@ -143,7 +148,8 @@ class Precision:
             )
             routing = RoutingMass.start(seen.routing_mass, seen.tokens, config)
         block_pages = sum(len(group.layers) for group in layout.kv_groups)
-        table, mover = WeightPageTable(layout, allocator, host), Mover(layout, pool)
+        table = WeightPageTable(layout, allocator, host, placement.whole)
+        mover = Mover(layout, pool, placement)
         of_prompts = source.prompt_calibration if config.prompt_statistics != "off" else None
         prompts = RunningPrompts(config, of_prompts, layout.experts)
         return cls(table, mover, allocator, damage, routing, config, block_pages, prompts)

@@ -1,6 +1,6 @@
 """The host's copy of every plane and table, in the form of pages, ready to be sent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ class Transfer:
     """Page images in host memory and the pages that they are bound for.
 
     Attributes:
-        image: uint32 ``[n, page_words]``.
+        image: uint32 ``[devices * n, page_words]``.
         ids: int32 ``[n]`` page ids.
     """
 
@@ -75,8 +75,10 @@ class HostPages:
     Each plane and each table is an array of its own, because only whole arrays are copied to the
     device beside a running step.
 
+    Over several devices an image holds the pages of all of them, one behind the other.
+
     Args:
-        layout: The model's layouts, with paged experts.
+        layout: The layouts of a device, with paged experts.
         sharding: Where the images live: pinned host memory, so that copies run beside compute.
     """
 
@@ -87,22 +89,31 @@ class HostPages:
         self._sharding = sharding
         self._images: dict[tuple[int, int], _Images] = {}
 
-    def add(self, layer: int, module: int, arrays: ExpertArrays) -> None:
+    def add(self, layer: int, module: int, parts: Sequence[ExpertArrays]) -> None:
         """Takes one module of one layer from a checkpoint.
 
         Args:
             layer: Index among the MoE layers.
             module: 0 gate_up, 1 down.
-            arrays: All experts of the module.
+            parts: All experts of the module, each device's part of them.
         """
         matrix = self._matrices[module]
-        planes = [list(matrix.plane_images(expert)) for expert in arrays.planes]
+        experts = range(parts[0].planes.shape[0])
+        planes = [
+            list(np.concatenate([matrix.plane_images(own.planes[expert]) for own in parts], axis=1))
+            for expert in experts
+        ]
         tables = [
             {
-                bits: matrix.table_image(arrays.tables[bits][expert], arrays.scales[bits][expert])
+                bits: np.concatenate(
+                    [
+                        matrix.table_image(own.tables[bits][expert], own.scales[bits][expert])
+                        for own in parts
+                    ]
+                )
                 for bits in matrix.widths
             }
-            for expert in range(len(planes))
+            for expert in experts
         ]
         # One call for all: it takes a third of the time of a call each.
         self._images[layer, module] = _Images(*jax.device_put((planes, tables), self._sharding))
@@ -112,12 +123,12 @@ class HostPages:
         self._images[layer, module] = self._images[of_layer, module]
 
     def plane(self, block: Block, plane: int) -> jax.Array:
-        """Pages of one plane: uint32 ``[plane_pages, page_words]``."""
+        """Pages of one plane: uint32 ``[devices * plane_pages, page_words]``."""
         layer, expert, module = block
         return self._images[layer, module].planes[expert][plane]
 
     def table(self, block: Block, bits: int) -> jax.Array:
-        """Pages of one width's table: uint32 ``[table_pages, page_words]``."""
+        """Pages of one width's table: uint32 ``[devices * table_pages, page_words]``."""
         layer, expert, module = block
         return self._images[layer, module].tables[expert][bits]
 

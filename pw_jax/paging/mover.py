@@ -9,12 +9,14 @@ import numpy as np
 from pallas_kernels.page_write import write_pages
 from pw_jax.paging.host_pages import Block, Transfer
 from pw_jax.paging.layout import PagingLayout
+from sharding.placement import Placement
 
 BATCH = 8
 """Transfers of one compiled write; shorter batches are padded with writes to page 0."""
 
 
-def _write(pool: jax.Array, images: tuple[jax.Array, ...], ids: jax.Array) -> jax.Array:
+def _write(pool: jax.Array, *images_and_ids: jax.Array) -> jax.Array:
+    *images, ids = images_and_ids
     return write_pages(pool, ids, jnp.concatenate(images))
 
 
@@ -26,12 +28,13 @@ class Mover:
     landed is it scattered into the pool, so that no step waits for the link.
 
     Args:
-        layout: The model's layouts.
-        pool: The pool, for its shape and sharding; copies go to the same device.
+        layout: The layouts of a device.
+        pool: The pool, for its shape.
+        placement: Where it is, and copies go.
     """
 
-    def __init__(self, layout: PagingLayout, pool: jax.Array):
-        self._target = pool.sharding
+    def __init__(self, layout: PagingLayout, pool: jax.Array, placement: Placement):
+        self._target = placement.pool
         self._staged: dict[Block, list[Transfer]] = {}
         self._padding: dict[int, jax.Array] = {}
         self._writers = {}
@@ -40,13 +43,14 @@ class Mover:
         sizes = set()
         for matrix in layout.matrices or ():
             sizes |= {matrix.plane_pages, *(matrix.table_pages(bits) for bits in matrix.widths)}
-        write = jax.jit(_write, donate_argnums=0)
+        write = placement.on_each_device(_write, whole_arguments=1)
+        compiled = jax.jit(write, donate_argnums=0, out_shardings=self._target)
         for size in sorted(sizes):
-            zeros = np.zeros((size, layout.page_words), np.uint32)
+            zeros = np.zeros((placement.devices * size, layout.page_words), np.uint32)
             self._padding[size] = jax.device_put(zeros, self._target)
             image = jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=self._target)
-            ids = jax.ShapeDtypeStruct((BATCH * size,), np.int32, sharding=self._target)
-            self._writers[size] = write.lower(pool, (image,) * BATCH, ids).compile()
+            ids = jax.ShapeDtypeStruct((BATCH * size,), np.int32, sharding=placement.whole)
+            self._writers[size] = compiled.lower(pool, *(image,) * BATCH, ids).compile()
 
     def write(self, pool: jax.Array, transfers: Iterable[Transfer]) -> jax.Array:
         """Writes transfers into the pool, before anything that uses the returned pool.
@@ -56,7 +60,7 @@ class Mover:
         """
         by_size: dict[int, list[Transfer]] = {}
         for transfer in transfers:
-            by_size.setdefault(transfer.image.shape[0], []).append(transfer)
+            by_size.setdefault(len(transfer.ids), []).append(transfer)
             self.bytes_moved += transfer.nbytes
         for size, group in by_size.items():
             for first in range(0, len(group), BATCH):
@@ -65,7 +69,7 @@ class Mover:
                 ids = np.zeros(BATCH * size, np.int32)
                 ids[: len(batch) * size] = np.concatenate([transfer.ids for transfer in batch])
                 images = self.send(transfer.image for transfer in batch)
-                pool = self._writers[size](pool, (*images, *[self._padding[size]] * spare), ids)
+                pool = self._writers[size](pool, *images, *[self._padding[size]] * spare, ids)
         return pool
 
     def send(self, images: Iterable[jax.Array]) -> list[jax.Array]:

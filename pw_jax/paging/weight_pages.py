@@ -41,13 +41,21 @@ class WeightPageTable:
         layout: The model's layouts, with paged experts.
         allocator: Pages are taken from it and returned to it.
         host: The host's copy of all planes and tables.
+        sharding: Where snapshots go; default the first device.
     """
 
-    def __init__(self, layout: PagingLayout, allocator: PageAllocator, host: HostPages):
+    def __init__(
+        self,
+        layout: PagingLayout,
+        allocator: PageAllocator,
+        host: HostPages,
+        sharding: jax.sharding.Sharding | None = None,
+    ):
         if layout.matrices is None:
             raise ValueError("this layout has no paged experts")
         self._allocator = allocator
         self._host = host
+        self._sharding = sharding
         self._matrices: tuple[MatrixLayout, MatrixLayout] = layout.matrices
         shape = (layout.moe_layers, layout.experts)
         self._bits = np.zeros((*shape, len(MODULES)), np.int8)
@@ -192,7 +200,8 @@ class WeightPageTable:
                             self._bits[:, :, module].astype(np.int32),
                             self._planes[module].copy(),
                             self._tables[module].copy(),
-                        )
+                        ),
+                        self._sharding,
                     )
                 )
                 for module in range(len(MODULES))
@@ -216,8 +225,8 @@ class WeightPageTable:
         return self._summary
 
     def _take_table(self, block: Block, bits: int) -> Transfer:
-        image = self._host.table(block, bits)
-        return Transfer(image, self._allocator.take(image.shape[0], Owner.WEIGHT))
+        pages = self._matrices[block[2]].table_pages(bits)
+        return Transfer(self._host.table(block, bits), self._allocator.take(pages, Owner.WEIGHT))
 
     def _commit(self, block: Block, bits: int, table: Int32[np.ndarray, " n"]) -> None:
         layer, expert, module = block

@@ -75,3 +75,31 @@ def test_the_engine_writes_the_same_over_a_mesh(name, layout, devices):
     with no_compilation():
         again = engine.generate(prompts()[:2], 8, Sampling(0.8), stop_token_ids=())
     assert all(0 <= token < 131 for g in again for token in g.tokens)
+
+
+def test_experts_in_pages_are_sliced_over_a_mesh(experts):
+    """At the highest width and, after all are lowered, at the floors."""
+    planner = PlannerConfig(restore_watermark_blocks=10**6)  # what is lowered stays so
+    config = dataclasses.replace(CONFIG, planner=planner)
+    model = experts.paged()
+    parallel = parallelize(on_host(model), tensor_mesh(3), "gathered")
+    written, sizes = [], []
+    for engine in (Engine(model, config, experts), Engine(parallel, config, experts)):
+        assert engine.precision is not None
+        sizes.append(engine.layout.matrices[0].rows)
+        texts = [[p[:20] for p in prompts()], [p[:7] for p in prompts()]]
+        tokens = [g.tokens for g in engine.generate(vocabulary(texts[0]), 12, stop_token_ids=())]
+        assert engine.precision.mean_bits == 8
+        pool, freed = engine.precision.relieve(engine._caches.pool, 10**6)
+        engine._set_pool(pool)
+        assert freed > 0
+        assert engine.precision.mean_bits < 8
+        tokens += [g.tokens for g in engine.generate(vocabulary(texts[1]), 12, stop_token_ids=())]
+        engine.check_pages()
+        written.append(tokens)
+    assert written[0] == written[1]
+    assert sizes == [64, 64]  # 32 hidden units do not divide by three: padded to 3 x 32
+
+
+def vocabulary(texts: list[list[int]]) -> list[list[int]]:
+    return [[token % 95 for token in text] for text in texts]

@@ -15,7 +15,7 @@ from pw_jax.paging.layout import ExpertFormat, PagingLayout, paging_layout
 from pw_jax.paging.mover import Mover
 from pw_jax.paging.weight_pages import WeightPageTable
 from pw_jax.quantizer.format import QuantizedMatrix, dequantize
-from sharding.placement import host_memory
+from sharding.placement import Placement, host_memory
 
 LAYERS, EXPERTS = 2, 3
 SHAPE = ExpertShape(EXPERTS, 2, 64, 32, "silu")
@@ -67,11 +67,11 @@ def paged() -> Paged:
     for layer in range(LAYERS):
         for module, matrix in enumerate(layout.matrices):
             modules[layer, module] = random_module(generator, matrix.rows, matrix.columns)
-            host.add(layer, module, modules[layer, module])
+            host.add(layer, module, [modules[layer, module]])
     allocator = PageAllocator(600)
     pool = jnp.zeros((600, 128), jnp.uint32)
     table = WeightPageTable(layout, allocator, host)
-    return Paged(layout, allocator, table, Mover(layout, pool), modules)
+    return Paged(layout, allocator, table, Mover(layout, pool, Placement.on_one_device()), modules)
 
 
 def check(paged: Paged, pool: jax.Array) -> None:
