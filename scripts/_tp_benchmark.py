@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 
 from pw_jax.low_rank.layers import factorable_shapes
 from pw_jax.low_rank.ranks import uniform_ranks
@@ -28,7 +29,7 @@ from sharding.placement import Placement
 
 DTYPE, KV_DTYPE = jnp.bfloat16, "bfloat16"
 VOCABULARY = 1024  # small, since the head of a few layers would otherwise count for most of them
-WARM_UP, CALLS, REPEATS = 2, 10, 5
+WARM_UP, CALLS, REPEATS = 2, 5, 5
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def shapes_of(
 
 
 @functools.cache
-def _drawing(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[int], jax.Array]:
+def _drawing(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[Any], jax.Array]:
     def draw(seed: jax.Array) -> jax.Array:
         scale = jnp.asarray(0.02, dtype)
         return jax.random.normal(jax.random.key(seed), shape, dtype) * scale
@@ -161,6 +162,12 @@ def random_arrays(shapes: Any) -> Any:
     return jax.tree.unflatten(tree, drawn)
 
 
+def pages_of(model: ParallelModel) -> PagingLayout:
+    """Pages of keys and values as a device has them."""
+    words = choose_page_words(model.kv_shapes, kv_dtype=KV_DTYPE, expert_shape=None)
+    return paging_layout(model.kv_shapes, kv_dtype=KV_DTYPE, page_words=words)
+
+
 def empty_pages(
     layout: PagingLayout, workload: Workload, placement: Placement
 ) -> tuple[jax.Array, tuple[np.ndarray, ...]]:
@@ -176,6 +183,45 @@ def empty_pages(
     return pool, tuple(jax.device_put(tables, placement.whole))
 
 
+def lowered_steps(
+    model: ParallelModel, pages: PagingLayout, workload: Workload, placement: Placement
+) -> dict[str, tuple[Lowered, np.ndarray]]:
+    """Prefill and decode step, lowered from shapes alone, and the positions that each is for."""
+
+    def step(model: Any, pool: Any, tables: Any, tokens: Any, positions: Any) -> tuple[Any, Any]:
+        memory = PagedMemory(pool, tables, positions, None, pages)
+        out = model(tokens, positions, memory)
+        best = jnp.argmax(model.logits(out.hidden[:, -1]), axis=-1)
+        return out.memory.pool, best
+
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement.pool, placement.whole))
+    pool, tables = jax.eval_shape(lambda: empty_pages(pages, workload, placement))
+    pool = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=placement.pool)
+    prompt = np.arange(workload.prompt, dtype=np.int32)
+    steps = {}
+    for kind, positions in {
+        "prefill": np.tile(prompt, (workload.batch, 1)),
+        "decode": np.full((workload.batch, 1), workload.prompt + workload.new // 2, np.int32),
+    }.items():
+        whole = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.whole),
+            (tables, positions, positions),
+        )
+        steps[kind] = jitted.lower(model, pool, *whole), positions
+    return steps
+
+
+def compile_only(
+    config: ModelConfig, layout: str, devices: int, ratio: float, layers: int, workload: Workload
+) -> None:
+    """Compiles what `measure` runs, into JAX's compilation cache; no weights are made."""
+    mesh = tensor_mesh(devices)
+    shapes = shapes_of(config, layout, mesh, ratio, layers)
+    steps = lowered_steps(shapes, pages_of(shapes), workload, Placement.over(mesh))
+    for lowered, _ in steps.values():
+        collectives_alone(mesh, read_collectives(lowered, lowered.compile()))
+
+
 def measure(
     config: ModelConfig, name: str, layout: str, devices: int, ratio: float, layers: int,
     workload: Workload,
@@ -184,34 +230,16 @@ def measure(
     mesh = tensor_mesh(devices)
     placement = Placement.over(mesh)
     shapes = shapes_of(config, layout, mesh, ratio, layers)
+    pages = pages_of(shapes)
+    steps = lowered_steps(shapes, pages, workload, placement)
     model = random_arrays(shapes)
-    words = choose_page_words(shapes.kv_shapes, kv_dtype=KV_DTYPE, expert_shape=None)
-    pages = paging_layout(shapes.kv_shapes, kv_dtype=KV_DTYPE, page_words=words)
     pool, tables = empty_pages(pages, workload, placement)
-
-    def step(model: Any, pool: Any, tables: Any, tokens: Any, positions: Any) -> tuple[Any, Any]:
-        memory = PagedMemory(pool, tables, positions, None, pages)
-        out = model(tokens, positions, memory)
-        best = jnp.argmax(model.logits(out.hidden[:, -1]), axis=-1)
-        return out.memory.pool, best
-
-    compiled = jax.jit(step, donate_argnums=1, out_shardings=(placement.pool, placement.whole))
     found: dict[str, tuple[list[float], float, float]] = {}
-    middle = workload.prompt + workload.new // 2
-    for kind, positions in {
-        "prefill": np.broadcast_to(
-            np.arange(workload.prompt, dtype=np.int32), (workload.batch, workload.prompt)
-        ),
-        "decode": np.full((workload.batch, 1), middle, np.int32),
-    }.items():
-        tokens, positions = jax.device_put((positions % VOCABULARY, positions), placement.whole)
-        lowered = compiled.lower(model, pool, tables, tokens, positions)
-        executable, collectives = lowered.compile(), read_collectives(lowered)
-
-        def call(pool: Any, run: Any = executable, rest: Any = (tables, tokens, positions)) -> Any:
-            return run(model, pool, *rest)[0]
-
-        times, pool = wall_times(call, pool)
+    for kind, (lowered, positions) in steps.items():
+        executable = lowered.compile()
+        collectives = read_collectives(lowered, executable)
+        rest = (tables, *jax.device_put((positions % VOCABULARY, positions), placement.whole))
+        times, pool = wall_times(lambda pool, e=executable, r=rest: e(model, pool, *r)[0], pool)
         alone, _ = wall_times(*collectives_alone(mesh, collectives))
         found[kind] = (times, statistics.median(alone), total_wire_bytes(collectives))
     prefill, decode = (statistics.median(found[kind][0]) for kind in ("prefill", "decode"))
@@ -243,7 +271,7 @@ def collectives_alone(
 ) -> tuple[Callable[[Any], Any], Any]:
     """A program of these collectives alone, each waiting for the one before; and its input."""
     collectives, devices = tuple(collectives), mesh.shape[AXIS]
-    kinds = {"bf16": jnp.bfloat16, "f32": jnp.float32, "s32": jnp.int32}
+    kinds = {"bf16": jnp.bfloat16, "f32": jnp.float32, "s32": jnp.int32, "u32": jnp.uint32}
     inputs, order = [], []
     for one in collectives:
         for shape, dtype in zip(one.shapes, one.dtypes, strict=True):
@@ -287,8 +315,7 @@ def measure_alone(
         if len(shape) == 2
     ]
     (kv,), plan = shapes.kv_shapes, shapes.blocks[0].attention.plan
-    words = choose_page_words((kv,), kv_dtype=KV_DTYPE, expert_shape=None)
-    pages = paging_layout((kv,), kv_dtype=KV_DTYPE, page_words=words)
+    pages = pages_of(shapes)
     pool, tables = empty_pages(pages, workload, Placement.on_one_device())
     middle = workload.prompt + workload.new // 2
     times = {}

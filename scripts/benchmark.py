@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +22,7 @@ from _tp_benchmark import (
     AloneRecord,
     TpRecord,
     cases,
+    compile_only,
     measure,
     measure_alone,
 )
@@ -55,6 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     tp.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.6, 0.4], help="kept shares")
     tp.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     tp.add_argument("--layers", type=int, default=4, help="layers timed (default %(default)s)")
+    tp.add_argument("--compile-only", action="store_true", help="fill JAX's compilation cache")
     tp.add_argument("--json", type=Path, required=True, help="where results go")
     engine = commands.add_parser("engine", help="whole generations, with random weights")
     _add_generation_flags(engine)
@@ -144,18 +145,24 @@ def tp(arguments: argparse.Namespace) -> None:
         result["records"].append(asdict(record))  # written each time: a run may be cut short
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
-    chosen = cases(arguments.ratios, arguments.layouts)
     for path in arguments.config:
         path = path / "config.json" if path.is_dir() else path
         config = registry.read_config(read_json(path), str(path))
         name = path.parent.name if path.name == "config.json" else path.stem
-        for devices, kind in product(arguments.alone or counts, arguments.workloads):
-            for layout, ratio in chosen:
-                how = (config, name, layout, devices, ratio)
-                if arguments.alone:
-                    report(measure_alone(*how, WORKLOADS[kind]))
-                else:
-                    report(measure(*how, arguments.layers, WORKLOADS[kind]))
+        chosen = [
+            (devices, WORKLOADS[kind], *case)
+            for devices in arguments.alone or counts
+            for kind in arguments.workloads
+            for case in cases(arguments.ratios, arguments.layouts)
+        ]
+        for devices, workload, layout, ratio in chosen:
+            how = (config, name, layout, devices, ratio)
+            if arguments.compile_only:
+                compile_only(config, *how[2:], arguments.layers, workload)
+            elif arguments.alone:
+                report(measure_alone(*how, workload))
+            else:
+                report(measure(*how, arguments.layers, workload))
 
 
 def engine(arguments: argparse.Namespace) -> None:

@@ -100,7 +100,9 @@ def ring_factor(kind: str, group: int) -> float:
     return 1.0 if group > 1 else 0.0
 
 
-def read_collectives(program: Lowered | Compiled | str) -> tuple[Collective, ...]:
+def read_collectives(
+    program: Lowered | Compiled | str, compiled: Compiled | None = None
+) -> tuple[Collective, ...]:
     """The collectives of a program for one device.
 
     All branches of a conditional count, as if each were taken.
@@ -108,6 +110,7 @@ def read_collectives(program: Lowered | Compiled | str) -> tuple[Collective, ...
     Args:
         program: A lowered program, which is compiled here, and whose own dtypes are reported; or a
             compiled one or its HLO text, whose dtypes are the backend's.
+        compiled: What a lowered program was compiled to, if that is at hand.
 
     Returns:
         In the order of the text.
@@ -115,8 +118,8 @@ def read_collectives(program: Lowered | Compiled | str) -> tuple[Collective, ...
     if not isinstance(program, Lowered):
         text = program if isinstance(program, str) else program.as_text()
         return _parse(text or "")
-    compiled = _parse(program.compile().as_text() or "")
-    return _narrow(compiled, program.as_text())
+    found = _parse((compiled or program.compile()).as_text() or "")
+    return _narrow(found, program.as_text())
 
 
 def total_wire_elements(collectives: Iterable[Collective]) -> float:

@@ -62,15 +62,15 @@ class Placement:
             write: Takes and gives a device's pool; of the other arguments, its part of each.
             whole_arguments: How many of the last arguments every device has whole.
         """
-        if not isinstance(self.pool, NamedSharding):
+        pool, whole = self.pool, PartitionSpec()
+        if not isinstance(pool, NamedSharding):
             return write
-        own, whole = self.pool.spec, PartitionSpec()
 
         def mapped(*arguments: Any) -> jax.Array:
             divided = len(arguments) - whole_arguments
-            specs = (own,) * divided + (whole,) * whole_arguments
+            specs = (pool.spec,) * divided + (whole,) * whole_arguments
             return jax.shard_map(
-                write, mesh=self.pool.mesh, in_specs=specs, out_specs=own, check_vma=False
+                write, mesh=pool.mesh, in_specs=specs, out_specs=pool.spec, check_vma=False
             )(*arguments)
 
         return mapped
@@ -88,7 +88,7 @@ def host_memory(index: int = 0) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=_host_kind(device))
 
 
-def _host_kind(device: jax.Device) -> str:
+def _host_kind(device: Any) -> str:
     kinds = [memory.kind for memory in device.addressable_memories()]
     return "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
 

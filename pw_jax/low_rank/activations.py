@@ -5,7 +5,7 @@ Only the weights of one layer are held, and the hidden states between two layers
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,9 @@ def _run(
             for part in path[:-1]:
                 parent = getattr(parent, str(part))
             setattr(
-                parent, str(path[-1]), Recorder(module, partial(record, ".".join(map(str, path))))
+                parent,
+                str(path[-1]),
+                Recorder(cast(Linear, module), partial(record, ".".join(map(str, path)))),
             )
     memory = SequenceMemory(mask)
     out = layer(hidden, memory)[0] if rope is None else layer(hidden, rope, memory)[0]

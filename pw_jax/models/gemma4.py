@@ -46,7 +46,7 @@ class Gemma4Norm(nnx.Module):
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normal = wide * jax.lax.rsqrt(mean_square + jnp.float32(self.eps))
         if self.weighted:
-            normal = normal * expand_to(self.scale(), x.ndim)
+            normal = normal * expand_to(jnp.asarray(self.scale()), x.ndim)
         return normal.astype(x.dtype)
 
     def scale(self) -> Float32[Array | np.ndarray, " D"]:

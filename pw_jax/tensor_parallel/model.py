@@ -49,7 +49,7 @@ class ParallelModel:
         config: Of the model.
         ropes: Of the model, see `CausalLm.ropes`.
         layout: How it lies.
-        mesh: Where.
+        mesh: Where; a model of shapes may have an abstract one.
     """
 
     layers: list[LayerParts]
@@ -58,7 +58,7 @@ class ParallelModel:
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     ropes: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
-    mesh: Mesh | AbstractMesh = dataclasses.field(metadata={"static": True})
+    mesh: Any = dataclasses.field(metadata={"static": True})
 
     @property
     def kv_shapes(self) -> tuple[KvShape, ...]:
