@@ -39,10 +39,12 @@ class Work(NamedTuple):
 
 
 def check_family(config: ModelConfig, where: str) -> None:
-    """Raises a UserError for models whose layers are not laid out."""
+    """Raises a UserError for models whose shapes `block_shapes` does not know."""
     if config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"{where}: {config.model_type} is not laid out yet; {known} are")
+        raise UserError(
+            f"{where}: shapes of {config.model_type} are not known here; of {known} they are"
+        )
 
 
 def ranks_by_ratio(ratio: float) -> RankOf:

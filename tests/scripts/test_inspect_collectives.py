@@ -105,7 +105,7 @@ def test_bad_flags(command, flags, message):
     assert message in error
 
 
-def test_a_family_that_is_not_laid_out(command):
+def test_a_family_of_other_shapes(command):
     code, _, error = command("inspect_collectives", "--config", CONFIGS / "gemma-4-26b-a4b.json")
     assert code == 2
-    assert "is not laid out yet; llama, opt" in error
+    assert "are not known here; of llama, opt" in error
