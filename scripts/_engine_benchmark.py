@@ -27,6 +27,7 @@ from pw_jax.planner.config import PlannerConfig, PlannerKind
 MEASURED_BYTES_PER_SECOND = 4.0e12
 """What reads of an H200's memory reach (docs/speed.md)."""
 
+SHARED = "; all layers share one layer's planes in host memory"
 PROFILED_STEPS = 8
 RAMP_TOKENS = 4
 """Tokens of a ramp's first sequence for each one of the others."""
@@ -146,7 +147,7 @@ def run(job: Job, *, profile: bool = False, wait_for: Path | None = None) -> dic
     record = replace(record, ready_seconds=round(ready, 2), compilations=len(compiled))
     result = {
         "job": {**asdict(job), "config": job.config.name},
-        "weights": "random; all layers share one layer's planes in host memory",
+        "weights": "random" + SHARED * (engine.precision is not None),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         **asdict(record),

@@ -29,8 +29,8 @@ def profile_steps(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     options.host_tracer_level = options.python_tracer_level = 0  # the device's events only
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(steps):
-                step()
+            results = [step() for _ in range(steps)]
+            jax.block_until_ready(results)
         events = sorted(_device_events(Path(folder)))
     if not events:
         return {"span": None, "busy": None, "kernels": []}

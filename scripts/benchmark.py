@@ -3,6 +3,7 @@
 python scripts/benchmark.py kernels --json docs/results/h200/kernels.json
 python scripts/benchmark.py tp --config CONFIG --json docs/results/multi_gpu/nvlink.json
 python scripts/benchmark.py engine --model DIR_OR_FILE --batch 1 --bits 4 --json PATH
+python scripts/benchmark.py experts --json PATH
 python scripts/benchmark.py transformers --model DIR_OR_FILE --batch 1 --json PATH
 """
 
@@ -72,6 +73,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     engine.add_argument("--implementation", choices=get_args(Implementation), default="auto")
     engine.add_argument("--profile", action="store_true", help="also a decode step by kernel")
     engine.add_argument("--wait-for", type=Path, help="be ready, then wait until this file exists")
+    experts = commands.add_parser("experts", help="unquantised experts: all, or the chosen ones")
+    experts.add_argument("--json", type=Path, required=True, help="where results go")
     peer = commands.add_parser("transformers", help="the same with torch, to compare with")
     _add_generation_flags(peer)
     peer.add_argument("--mode", choices=("eager", "compiled"), default="eager")
@@ -200,6 +203,19 @@ def engine(arguments: argparse.Namespace) -> None:
             raise RuntimeError(f"{record['compilations']} compilations after warm-up")
 
 
+def experts(arguments: argparse.Namespace) -> None:
+    """The ``experts`` command."""
+    from _dense_experts_benchmark import run
+
+    if jax.default_backend() != "gpu":
+        raise UserError("scripts/benchmark.py experts needs an NVIDIA GPU and JAX's CUDA plugin")
+    records = []
+    for record in run():
+        records.append(record)
+        print(f"{record['tokens']} tokens, {record['product']}: {record['us']} us", flush=True)
+    _write(arguments.json, records)
+
+
 def transformers(arguments: argparse.Namespace) -> None:
     """The ``transformers`` command."""
     from _transformers_benchmark import run
@@ -222,8 +238,8 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command."""
     arguments = parse(argv)
-    commands = {"kernels": kernels, "tp": tp, "engine": engine, "transformers": transformers}
-    commands[arguments.command](arguments)
+    commands = (kernels, tp, engine, experts, transformers)
+    {command.__name__: command for command in commands}[arguments.command](arguments)
 
 
 if __name__ == "__main__":
