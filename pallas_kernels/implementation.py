@@ -23,14 +23,12 @@ def on_gpu() -> bool:
     return (device.platform if device is not None else jax.default_backend()) == "gpu"
 
 
-def resolve(implementation: Implementation, *, proven: bool = True) -> Literal["xla", "pallas"]:
+def resolve(implementation: Implementation) -> Literal["xla", "pallas"]:
     """Settles ``"auto"``.
 
     Args:
         implementation: ``"xla"`` is the jnp reference, ``"pallas"`` the GPU kernel (interpreted
             where there is no GPU), ``"auto"`` the kernel on a GPU and the reference elsewhere.
-        proven: Whether the kernel has passed its tests on a GPU; until then ``"auto"`` is the
-            reference.
 
     Raises:
         ValueError: Unknown name.
@@ -38,7 +36,7 @@ def resolve(implementation: Implementation, *, proven: bool = True) -> Literal["
     if implementation not in ("auto", "xla", "pallas"):
         raise ValueError(f"implementation must be auto, xla or pallas, got {implementation!r}")
     if implementation == "auto":
-        return "pallas" if proven and on_gpu() else "xla"
+        return "pallas" if on_gpu() else "xla"
     return implementation
 
 

@@ -6,10 +6,12 @@ high and low bytes are two int8 columns of the matrix product, whose int32 sums 
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float16, Float32, Int32, UInt32
 
 TOKENS_PER_BLOCK = 4
 LARGEST = 127 * 256
+LARGEST_HALF = 1024.0
+"""Largest value of a token in float16, so that eleven bits are kept down to 6e-8 of it."""
 
 
 def chunks(words_per_row: int, words: int) -> int:
@@ -22,7 +24,7 @@ def quantize(x: Float[Array, "M K"]) -> tuple[Int32[Array, "M K"], Float32[Array
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     inverse = jnp.where(largest > 0, LARGEST / jnp.where(largest > 0, largest, 1), 0)
-    return jnp.round(x * inverse[:, None]).astype(jnp.int32), largest / LARGEST
+    return jnp.floor(x * inverse[:, None] + 0.5).astype(jnp.int32), largest / LARGEST
 
 
 def _by_step(values: Array, words: int) -> Array:
@@ -66,6 +68,27 @@ def gather_units(
     return picked.reshape(units, steps, capacity // 4, 2, 32, 4)
 
 
-def permuted(x: Float[Array, "M K"], words: int) -> Float[Array, "M padded"]:
-    """Columns in the order in which the dequantising kernel writes weights."""
-    return _by_step(x, words).reshape(x.shape[0], -1)
+def half_blocks(x: Float[Array, "M K"]) -> tuple[Float16[Array, "M S 8"], Float32[Array, " M"]]:
+    """Each token in float16, in blocks of eight columns of the product for warp groups.
+
+    A block holds one bit's columns of eight neighbouring words, two for each lane t.
+
+    Returns:
+        ``[M, (chunk, r, h, c), 8]``, and the scale of each token.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    factor = jnp.where(largest > 0, LARGEST_HALF / jnp.where(largest > 0, largest, 1), 0)
+    halves = (x * factor[:, None]).astype(jnp.float16)
+    tokens, columns = x.shape
+    spread = halves.reshape(tokens, 2, 4, 4, columns // 32)
+    spread = jnp.pad(spread, ((0, 0),) * 4 + ((0, -(columns // 32) % 8),))
+    spread = spread.reshape(tokens, 2, 4, 4, -1, 8).transpose(0, 4, 3, 1, 2, 5)
+    return spread.reshape(tokens, -1, 8), largest / LARGEST_HALF
+
+
+def gather_tiles(
+    tokens: Float16[Array, "M S 8"], index: Int32[Array, "U capacity"]
+) -> Float16[Array, "U S capacity 8"]:
+    """The blocks of each unit's tokens as the tensor cores read them, token by token."""
+    return tokens[index].transpose(0, 2, 1, 3)

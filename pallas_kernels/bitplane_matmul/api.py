@@ -5,9 +5,6 @@ from jaxtyping import Array, Float, Float32, Int, UInt32
 from pallas_kernels.bitplane_matmul import kernel, reference
 from pallas_kernels.implementation import Implementation, resolve
 
-PROVEN_ON_GPU = False
-"""Set once ``pytest -m gpu tests/kernels`` has passed on a GPU; until then "auto" is jnp."""
-
 
 def bitplane_matmul(
     x: Float[Array, "M K"],
@@ -38,6 +35,6 @@ def bitplane_matmul(
         )
     if x.shape[1] != 32 * words:
         raise ValueError(f"x has {x.shape[1]} columns, the planes {32 * words}")
-    if resolve(implementation, proven=PROVEN_ON_GPU) == "xla":
+    if resolve(implementation) == "xla":
         return reference.bitplane_matmul(x, planes, table, scale)
     return kernel.bitplane_matmul(x, planes, table, scale)

@@ -105,6 +105,11 @@ class Word:
         return Word(arith.extsi(i64(), self.value))
 
 
+def flag(condition: Any) -> Word:
+    """1 where a one-bit condition holds, else 0."""
+    return Word(arith.extui(i32(), condition))
+
+
 @dataclass(frozen=True)
 class Float:
     """One float32 register; Python floats in its operators become constants."""
@@ -184,17 +189,24 @@ def byte_address(codes: Word, byte: int, stride: int, base: Word) -> Word:
     return assemble("dp4a.u32.u32 $0, $1, $2, $3;", 1, [codes, weights, base])[0]
 
 
-def load(at: Word, words: int = 1, *, offset: int = 0, stream: bool = False) -> list[Word]:
+def page_address(start: Word, page: Word, page_bytes: int) -> Word:
+    """``start + page * page_bytes``, computed where it is used: addresses take two registers."""
+    text, size = "mad.wide.u32 $0, $1, $2, $3;", word(page_bytes)
+    return Word(llvm.inline_asm(i64(), [page.value, size.value, start.value], text, "=l,r,r,l"))
+
+
+def load(at: Word, words: int = 1, *, offset: int = 0, fetch: int = 0) -> list[Word]:
     """Loads words of global memory that nobody writes during the kernel.
 
     Args:
         at: Address; it must be a multiple of the bytes loaded.
         words: 1, 2 or 4.
         offset: Bytes to add.
-        stream: The words are read once: do not keep them in the first-level cache.
+        fetch: If given, the words are read once: they are not kept in the first-level cache, and
+            this many bytes, 64 or 128, come to the second-level cache.
     """
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
-    hint = ".L1::no_allocate.L2::128B" if stream else ""
+    hint = f".L1::no_allocate.L2::{fetch}B" if fetch else ""
     names = ",".join(f"${i}" for i in range(words))
     names = f"{{{names}}}" if words > 1 else names
     return assemble(f"ld.global.nc{hint}{vector}.b32 {names}, [${words}+{offset}];", words, [at])
@@ -217,18 +229,18 @@ def store(at: Word, words: Sequence[Word], *, offset: int = 0) -> None:
     assemble(f"st.global{vector}.b32 [$0+{offset}], {names};", 0, [at, *words])
 
 
-def load_shared(at: Word, offset: int, size: int) -> Word:
-    """Loads 2 or 4 bytes of shared memory; two are zero-extended."""
-    if size == 4:
-        return assemble(f"ld.shared.b32 $0, [$1+{offset}];", 1, [at], effects=True)[0]
+def load_shared(at: Word, offset: int) -> Word:
+    """Loads 2 bytes of shared memory, extended with zeros."""
     text = f"{{ .reg .b16 h; ld.shared.u16 h, [$1+{offset}]; cvt.u32.u16 $0, h; }}"
     return assemble(text, 1, [at], effects=True)[0]
 
 
 def store_shared(at: Word, words: Sequence[Word], offset: int) -> None:
-    """Stores 2 or 4 words to shared memory."""
+    """Stores 1, 2 or 4 words to shared memory."""
+    vector = {1: "", 2: ".v2", 4: ".v4"}[len(words)]
     names = ",".join(f"${i + 1}" for i in range(len(words)))
-    assemble(f"st.shared.v{len(words)}.b32 [$0+{offset}], {{{names}}};", 0, [at, *words])
+    names = f"{{{names}}}" if len(words) > 1 else names
+    assemble(f"st.shared{vector}.b32 [$0+{offset}], {names};", 0, [at, *words])
 
 
 def sync_warp() -> None:
@@ -246,6 +258,116 @@ def multiply_add(
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
     return assemble(text, 4, [*a, *b, *total])
+
+
+def sync_block() -> None:
+    """Waits for all threads of the block."""
+    assemble("bar.sync 0;", 0, [])
+
+
+def start_barrier(at: Word, arrivals: int) -> None:
+    """Makes a barrier of shared memory, for arrivals and for bulk copies; one thread calls."""
+    assemble(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", 0, [at])
+
+
+def publish_barriers() -> None:
+    """Shows barriers to the copy engine; called by the thread that made them."""
+    assemble("fence.mbarrier_init.release.cluster;", 0, [])
+
+
+def arrive(at: Word) -> None:
+    """Counts this thread at a barrier."""
+    assemble("mbarrier.arrive.shared::cta.b64 _, [$0];", 0, [at])
+
+
+def wait_for(at: Word, parity: Word) -> None:
+    """Waits until a barrier's phase of this parity is over."""
+    text = (
+        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; "
+        "@done bra OVER; bra AGAIN; OVER: }"
+    )
+    assemble(text, 0, [at, parity])
+
+
+def copy_to_shared(target: Word, source: Word, size: int, barrier: Word) -> None:
+    """Starts a copy of ``size`` bytes and arrives; the barrier's phase ends when all are there."""
+    assemble(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};", 0, [barrier])
+    text = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        f"[$0], [$1], {size}, [$2];"
+    )
+    assemble(text, 0, [target, source, barrier])
+
+
+def settle(words: Sequence[Word]) -> list[Word]:
+    """The same values, computed before any later effect: nothing may move past it."""
+    kind = llvm.StructType.get_literal([i32()] * len(words))
+    constraints = ",".join(["=r"] * len(words) + [str(i) for i in range(len(words))])
+    values = [item.value for item in words]
+    result = llvm.inline_asm(kind, values, "", constraints, has_side_effects=True)
+    return [Word(llvm.extractvalue(i32(), result, [i])) for i in range(len(words))]
+
+
+def tile_descriptor(at: Word, row_stride: int, column_stride: int) -> Word:
+    """Describes a right operand in shared memory to the tensor cores.
+
+    It lies in blocks of 8 rows (tokens) of 16 bytes (8 columns of the product), each contiguous.
+
+    Args:
+        at: Address of the first block.
+        row_stride: Bytes to the block of the next 8 rows.
+        column_stride: Bytes to the block of the next 8 columns.
+    """
+    fixed = (column_stride >> 4) << 16 | (row_stride >> 4) << 32
+    return (at >> 4).wide() | fixed
+
+
+def limit_registers(count: int, *, more: bool) -> None:
+    """Gives the warp group more registers a thread, or takes some from it."""
+    assemble(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};", 0, [])
+
+
+def warpgroup_begin() -> None:
+    """Orders registers before the products that follow."""
+    assemble("wgmma.fence.sync.aligned;", 0, [])
+
+
+def warpgroup_commit() -> None:
+    """Closes a group of products."""
+    assemble("wgmma.commit_group.sync.aligned;", 0, [])
+
+
+def warpgroup_wait() -> None:
+    """Waits for all groups of products."""
+    assemble("wgmma.wait_group.sync.aligned 0;", 0, [])
+
+
+def warpgroup_multiply(a: Sequence[Word], right: Word, total: Sequence[Word]) -> list[Word]:
+    """Starts a warp group's 64x16 by 16xN product of float16 added to float32 sums.
+
+    Args:
+        a: The warp's 16 rows as fragments.
+        right: Descriptor of the right operand.
+        total: N / 2 sums of the two rows of a lane, float32 bits.
+    """
+    size = len(total)
+    names = [f"${i}" for i in range(2 * size + 5)]
+    text = (
+        f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.f16.f16 "
+        f"{{{','.join(names[:size])}}}, {{{','.join(names[2 * size : 2 * size + 4])}}}, "
+        f"{names[-1]}, 1, 1, 1, 0;"
+    )
+    constraints = ",".join(["=r"] * size + [str(i) for i in range(size)] + ["r"] * 4 + ["l"])
+    kind = llvm.StructType.get_literal([i32()] * size)
+    values = [item.value for item in (*total, *a, right)]
+    result = llvm.inline_asm(kind, values, text, constraints, has_side_effects=True)
+    return [Word(llvm.extractvalue(i32(), result, [i])) for i in range(size)]
+
+
+def store_below(at: Word, value: Word, index: Word, bound: Word, *, offset: int = 0) -> None:
+    """Stores a word to global memory if ``index < bound``."""
+    text = f"{{ .reg .pred p; setp.lt.u32 p, $2, $3; @p st.global.b32 [$0+{offset}], $1; }}"
+    assemble(text, 0, [at, value, index, bound])
 
 
 @contextmanager

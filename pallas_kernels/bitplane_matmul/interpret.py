@@ -58,7 +58,7 @@ def expert_entries(
             jnp.broadcast_to(entries[:, i : i + 1], planes[0].shape)
             for i in range(entries.shape[1])
         ]
-        found = look_up_bytes(ArrayOperations(), planes, registers)
+        found = list(look_up_bytes(ArrayOperations(), planes, registers))
         packed = jnp.stack([jnp.stack(pair, -1) for pair in found], -2)
         values = lax.bitcast_convert_type(packed, jnp.int8).astype(jnp.int32)
     else:
@@ -106,17 +106,22 @@ def warp_matmul(
     form: Any, weights: Any, units: Any, x_words: Array, x_scale: Array, out: Array
 ) -> Array:
     """See :func:`warp_matmul.warp_matmul`; the first part of K's sums holds them all."""
-    integers = _activations(x_words)
-    capacity = integers.shape[1]
+    integers = _activations(x_words).astype(jnp.float32)
+    return _multiply_units(form, weights, units, integers, x_scale, out, jnp.float32)
+
+
+def _multiply_units(
+    form: Any, weights: Any, units: Any, x: Array, x_scale: Array, out: Array, kind: Any
+) -> Array:
+    """Multiplies tokens ``[U, capacity, K]``, ordered as the kernels' columns, with entries."""
+    capacity = x.shape[1]
     inside = jnp.arange(capacity, dtype=jnp.int32)
 
     def add_unit(unit: Array, out: Array) -> Array:
         expert = units.expert[unit]
         for bits in form.widths:
             entries, scales = expert_entries(form.geometry, weights, expert, bits, form.words)
-            total = jnp.einsum(
-                "tk,nk->tn", integers[unit].astype(jnp.float32), entries.astype(jnp.float32)
-            )
+            total = jnp.einsum("tk,nk->tn", x[unit], entries.astype(kind).astype(jnp.float32))
             total *= x_scale[unit][:, None] * scales[None, :]
             if form.gate is not None:
                 gate, up = jnp.split(total, 2, axis=1)
@@ -131,15 +136,13 @@ def warp_matmul(
     return lax.fori_loop(0, units.count[0], add_unit, out)
 
 
-def warp_dequantize(form: Any, weights: Any, units: Any, out: Array) -> Array:
-    """See :func:`warp_dequantize.warp_dequantize`."""
-
-    def add_unit(unit: Array, out: Array) -> Array:
-        expert = units.expert[unit]
-        for bits in form.widths:
-            entries, _ = expert_entries(form.geometry, weights, expert, bits, form.words)
-            same = jnp.where(weights.bits[expert] == bits, expert, out.shape[0])
-            out = out.at[same].set(entries.astype(out.dtype), mode="drop")
-        return out
-
-    return lax.fori_loop(0, units.count[0], add_unit, out)
+def warpgroup_matmul(
+    form: Any, weights: Any, units: Any, x: Array, x_scale: Array, out: Array
+) -> Array:
+    """See :func:`warpgroup_matmul.warpgroup_matmul`."""
+    count, _, capacity, _ = x.shape
+    steps = x.astype(jnp.float32).reshape(
+        count, -1, 4, 2, 4, capacity, 4, 2
+    )  # chunk r h c token t word
+    ordered = steps.transpose(0, 5, 1, 7, 2, 6, 3, 4).reshape(count, capacity, -1)
+    return _multiply_units(form, weights, units, ordered, x_scale, out[None], jnp.float16)[0]

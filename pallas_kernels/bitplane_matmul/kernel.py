@@ -4,9 +4,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, UInt32
 
-from pallas_kernels.bitplane_matmul import activations, tuning
+from pallas_kernels.bitplane_matmul import tuning
+from pallas_kernels.bitplane_matmul.product import large_product, small_product
 from pallas_kernels.bitplane_matmul.row_reader import Geometry
-from pallas_kernels.bitplane_matmul.warp_matmul import Units, WarpMatmul, Weights, warp_matmul
+from pallas_kernels.bitplane_matmul.warp_matmul import Units, Weights
 
 
 def plain_weights(
@@ -49,8 +50,7 @@ def bitplane_matmul(
     """See :func:`pallas_kernels.bitplane_matmul.bitplane_matmul`."""
     weights, shape = plain_weights(planes, table, scale)
     bits, tokens = planes.shape[0], x.shape[0]
-    token_blocks = tuning.token_blocks(tokens)
-    capacity = activations.TOKENS_PER_BLOCK * token_blocks
+    capacity = tuning.unit_capacity(tokens, [shape.words_per_row])
     count = -(-tokens // capacity)
     first = jnp.arange(count, dtype=jnp.int32) * capacity
     units = Units(
@@ -61,25 +61,5 @@ def bitplane_matmul(
     )
     inside = jnp.arange(capacity, dtype=jnp.int32)
     index = jnp.minimum(first[:, None] + inside[None, :], tokens - 1)
-    integers, x_scale = activations.quantize(x)
-    words = tuning.words_at_once(shape.words_per_row)
-    launch = tuning.launch(bits, token_blocks)
-    items = count * -(-shape.rows // 16)
-    splits = tuning.split_count(shape.words_per_row, items, launch.warps * launch.blocks)
-    form = WarpMatmul(
-        geometry=shape,
-        experts=1,
-        widths=(bits,),
-        gate=None,
-        units=count,
-        out_rows=tokens,
-        token_blocks=token_blocks,
-        words=words,
-        depth=launch.depth,
-        splits=splits,
-        warps=launch.warps,
-        blocks=launch.blocks,
-    )
-    x_words = activations.gather_units(activations.fragments(integers, words), index)
-    out = lax.empty((splits, tokens, shape.rows), jnp.float32)
-    return warp_matmul(form, weights, units, x_words, x_scale[index], out).sum(axis=0)
+    multiply = small_product if tuning.is_small(capacity) else large_product
+    return multiply(x, index, units, weights, tokens, shape, (bits,), None).sum(axis=0)

@@ -5,7 +5,7 @@ Words are ``jnp.uint32`` arrays (tests, interpretation) or :class:`emit.Word` (G
 the weight of bit ``r + 16 h + 4 c``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -81,7 +81,7 @@ def _selectors(ops: Operations, plane: Word) -> list[Word]:
 
 def look_up_bytes(
     ops: Operations, planes: Sequence[Word], table: Sequence[Word]
-) -> list[list[Word]]:
+) -> Iterator[list[Word]]:
     """Looks up entries of 8 bits with byte permutations: 2 to 6 planes.
 
     A permutation picks out of eight entries with three bits of the code; each further bit chooses
@@ -92,20 +92,19 @@ def look_up_bytes(
         planes: b plane words, most significant first.
         table: The 2**b entries, four to a word.
 
-    Returns:
-        Words ``[r][h]``.
+    Yields:
+        For each r, its words ``[h]``.
     """
     codes = nibble_codes(ops, planes[-3:])
     upper = [_selectors(ops, plane) for plane in reversed(planes[:-3])]
     half_word = np.uint32(16)
-    words = []
+    starts = range(0, len(table), 2)
     for r in range(4):
         code, choices = codes[r], [selector[r] for selector in upper]
         halves = []
         for half in range(2):
             if half:
                 code, choices = code >> half_word, [choice >> half_word for choice in choices]
-            starts = range(0, len(table), 2)
             picked = [
                 ops.permute(table[i], table[min(i + 1, len(table) - 1)], code) for i in starts
             ]
@@ -113,5 +112,4 @@ def look_up_bytes(
                 pairs = zip(picked[::2], picked[1::2], strict=True)
                 picked = [ops.permute(a, b, choice) for a, b in pairs]
             halves.append(picked[0])
-        words.append(halves)
-    return words
+        yield halves

@@ -6,7 +6,7 @@ of columns within a product is free, so activations are permuted to match (activ
 lane ever needs another's bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pallas_kernels.bitplane_matmul import emit
@@ -22,13 +22,8 @@ def keeps_in_registers(bits: int) -> bool:
     return bits <= REGISTER_BITS
 
 
-def lane_bytes(bits: int) -> int:
-    """Bytes that each lane has of a table's entry in shared memory.
-
-    Every lane has its own copy of an entry, so lanes do not meet in a bank; at 7 and 8 bits two
-    lanes share a word of the bank, because copies of four bytes would not fit.
-    """
-    return 4 if bits <= 6 else 2
+COPY_BYTES = 4
+"""Bytes of an entry in shared memory: 16 bits for each of a lane's two rows."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,18 @@ class Geometry:
         return self.rows // self.rows_per_table * self.table_entry_words(bits)
 
 
-def shared_table_bytes(bits: int) -> int:
-    """Shared memory that a warp's two groups of rows need at a width."""
-    return 2 * 32 * lane_bytes(bits) << bits if not keeps_in_registers(bits) else 0
+def lanes_per_copy(bits: int, most_bytes: int) -> int:
+    """Lanes that read the same copy of a table, so that a warp's tables fit in ``most_bytes``.
+
+    With one, each lane has a bank of its own; with two or four, up to so many meet in a bank.
+    """
+    return max(1, ((32 * COPY_BYTES) << bits) // most_bytes)
+
+
+def shared_table_bytes(bits: int, most_bytes: int) -> int:
+    """Shared memory that a warp's sixteen rows need at a width."""
+    lanes = lanes_per_copy(bits, most_bytes)
+    return 0 if keeps_in_registers(bits) else (32 // lanes * COPY_BYTES) << bits
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,32 @@ class Arrays:
     tables: Word
 
 
+@dataclass(frozen=True)
+class RowTile:
+    """Sixteen rows of a matrix: sixteen outputs, or eight gates and the rows that they gate.
+
+    Attributes:
+        columns: Outputs of the whole matrix.
+        gated: Whether the first half of the rows gates the second.
+        index: Which sixteen.
+    """
+
+    columns: int
+    gated: bool
+    index: Word
+
+    def outputs(self, group: Word) -> list[Word]:
+        """Output columns of the lanes of a group of four; they may lie past the end."""
+        if self.gated:
+            return [self.index * 8 + group]
+        return [self.index * 16 + group, self.index * 16 + group + 8]
+
+    def rows(self, group: Word) -> list[Word]:
+        """Both rows of the lanes of a group of four."""
+        rows = [output.minimum(self.columns - 1) for output in self.outputs(group)]
+        return [rows[0], rows[0] + self.columns] if self.gated else rows
+
+
 class RowReader:
     """The two rows of a lane at one width, which is known when compiling."""
 
@@ -95,36 +125,45 @@ class RowReader:
         arrays: Arrays,
         bits: int,
         expert: Word,
-        rows: Sequence[Word],
+        rows_of: Callable[[Word], list[Word]],
         words: int,
-        shared: Word | None,
+        shared: Word,
+        most_table_bytes: int,
     ):
         self.geometry, self.arrays, self.bits, self.words = geometry, arrays, bits, words
-        self.rows, self.expert = rows, expert
+        # with many planes the other half of 128 bytes would leave L2 before it is wanted
+        self.fetch = 128 if bits <= 6 else 64
+        self.expert = expert
         lane = emit.thread() & 31
+        self.rows = rows = rows_of(lane >> 2)
         self.first_word = (lane & 3) * words
-        self.pointers = [self._plane_pointers(row) for row in rows]
+        self.bases = [self._base(row) for row in rows]
+        self.pages = [self._pages(row) for row in rows]
         self.in_registers = keeps_in_registers(bits)
         if self.in_registers:
             size = geometry.table_entry_words(bits)
             self.tables = [emit.load_words(self._table(row), size) for row in rows]
         else:
-            assert shared is not None
-            self.stride = 32 * lane_bytes(bits)
-            self.shared = shared + lane * lane_bytes(bits)
-            self._fill_shared(shared, lane)
+            lanes = lanes_per_copy(bits, most_table_bytes)
+            self.copies = 4 // lanes  # of each row's table
+            self.stride = 8 * COPY_BYTES * self.copies
+            self.shared = shared + (lane // lanes) * COPY_BYTES
+            self._fill_shared(shared, rows_of(lane & 7), lane)
 
-    def _plane_pointers(self, row: Word) -> list[Word]:
+    def _base(self, row: Word) -> Word:
+        """Where a row's words for this lane would lie in page 0."""
         layout = self.geometry
-        page = row // layout.rows_per_page
         inner = (row % layout.rows_per_page) * layout.words_per_row + self.first_word
-        base = self.arrays.pool + inner.wide() * 4
-        entry = self.expert * (layout.planes * layout.plane_pages) + page
-        pointers = []
-        for plane in range(self.bits):
-            at = self.arrays.planes + (entry + plane * layout.plane_pages).wide() * 4
-            pointers.append(base + emit.load(at)[0].wide() * (4 * layout.plane_page_words))
-        return pointers
+        return self.arrays.pool + inner.wide() * 4
+
+    def _pages(self, row: Word) -> list[Word]:
+        """Pages of a row's planes: half the registers of addresses."""
+        layout = self.geometry
+        entry = self.expert * (layout.planes * layout.plane_pages) + row // layout.rows_per_page
+        return [
+            emit.load(self.arrays.planes + (entry + plane * layout.plane_pages).wide() * 4)[0]
+            for plane in range(self.bits)
+        ]
 
     def _table_word(self, word: Word) -> Word:
         """Address of a word of the expert's table."""
@@ -143,36 +182,39 @@ class RowReader:
         first = self.geometry.scale_word(self.bits)
         return [emit.load(self._table_word(row + first))[0] for row in self.rows]
 
-    def _fill_shared(self, shared: Word, lane: Word) -> None:
-        """Copies both rows' tables to shared memory, an entry for each lane.
+    def _fill_shared(self, shared: Word, rows: Sequence[Word], lane: Word) -> None:
+        """Copies the warp's tables to shared memory.
 
-        The four lanes of a row share the work. Of each pair of entries odd lanes store the second
-        first, so that the lanes of a store spread over all banks.
+        Lanes l, l + 8, l + 16 and l + 24 share the work of rows ``l`` of both groups: lanes that
+        store together write for different rows, so they do not meet in a bank.
         """
-        emit.sync_warp()
-        parity = lane & 1
         size = self.geometry.table_entry_words(self.bits)
         per_word = (1 << self.bits) // size
-        lane_words = lane_bytes(self.bits) // 2
-        for index, row in enumerate(self.rows):
-            source = self._table(row) + (lane & 3).wide() * 4
-            start = (lane & 3) * (per_word * self.stride) + (lane >> 2) * (8 * lane_words)
-            base = shared + start + index * (self.stride << self.bits)
-            targets = (base + parity * self.stride, base - parity * self.stride)
-            for step in range(size // 4):
-                word = emit.load(source, offset=16 * step)[0]
-                for place in range(per_word):
-                    entry = (parity ^ place) if place else parity
-                    step_of_entry, first = (0x2222, 0x1010) if per_word == 2 else (0x1111, 0x8080)
-                    selector = entry * step_of_entry + first
-                    value = self._stored(emit.permute(word, emit.word(0), selector))
-                    offset = (4 * step * per_word + place) * self.stride
-                    emit.store_shared(targets[place & 1], [value] * (2 * lane_words), offset)
+        part = lane >> 3
+        sources = [self._table(row) + part.wide() * size for row in rows]
+        words = [
+            [
+                word
+                for start in range(0, size // 4, 4)
+                for word in emit.load(at, 4, offset=4 * start)
+            ]
+            for at in sources
+        ]
+        target = shared + part * (self.stride << (self.bits - 2))
+        target = target + (lane & 7) * (self.copies * COPY_BYTES)
+        emit.sync_warp()
+        for index, (first, second) in enumerate(zip(*words, strict=True)):
+            for place in range(per_word):
+                # 16 bits as they are; bytes extended with their signs
+                selector = (0x5410, 0x7632)[place] if per_word == 2 else 0xC480 + 0x1111 * place
+                entries = self._stored(emit.permute(first, second, selector))
+                offset = (index * per_word + place) * self.stride
+                emit.store_shared(target, [entries] * self.copies, offset)
         emit.sync_warp()
 
-    def _stored(self, entry: Word) -> Word:
-        """The form in which an entry, an int16 in both halves, is kept in shared memory."""
-        return entry
+    def _stored(self, entries: Word) -> Word:
+        """The form in which two entries, an int16 of each row, are kept in shared memory."""
+        return entries
 
     def load(self, offset: Word, static_offset: int = 0) -> list[Word]:
         """Plane words of one chunk, flat in order ``[row, plane, word]``.
@@ -182,10 +224,12 @@ class RowReader:
             static_offset: Bytes to add.
         """
         loaded: list[Word] = []
-        for pointers in self.pointers:
-            for pointer in pointers:
-                at = pointer + offset
-                loaded += emit.load(at, self.words, offset=static_offset, stream=True)
+        page_bytes = 4 * self.geometry.plane_page_words
+        for base, pages in zip(self.bases, self.pages, strict=True):
+            start = base + offset
+            for page in pages:
+                at = emit.page_address(start, page, page_bytes)
+                loaded += emit.load(at, self.words, offset=static_offset, fetch=self.fetch)
         return loaded
 
     def last_offset(self, chunk: Word) -> Word:
@@ -197,6 +241,11 @@ class RowReader:
         clamped = wanted.minimum(self.geometry.words_per_row - self.words)
         return (clamped - self.first_word).wide_signed() * 4
 
+    def planes_of(self, chunk: Sequence[Word], row: int, index: int) -> list[Word]:
+        """Plane words of one of a row's words, out of a loaded chunk."""
+        start = row * self.bits * self.words + index
+        return list(chunk[start : start + self.bits * self.words : self.words])
+
     def weights(self, chunk: Sequence[Word], index: int) -> list[list[list[list[Word]]]]:
         """Entries of one word of both rows as bytes: ``[part][row][r][h]``.
 
@@ -204,23 +253,20 @@ class RowReader:
         """
         rows = []
         for row in range(2):
-            start = row * self.bits * self.words + index
-            planes = list(chunk[start : start + self.bits * self.words : self.words])
+            planes = self.planes_of(chunk, row, index)
             if self.in_registers:
-                rows.append([self.register_entries(planes, row)])
+                rows.append([list(self.register_entries(planes, row))])
             else:
                 rows.append(self._look_up_shared(planes, row))
         return [[parts[part] for parts in rows] for part in range(len(rows[0]))]
 
-    def register_entries(self, planes: Sequence[Word], row: int) -> list[list[Word]]:
-        """Entries of one word out of registers, four bytes a word: ``[r][h]``."""
+    def register_entries(self, planes: Sequence[Word], row: int) -> Iterator[list[Word]]:
+        """Entries of one word out of registers, four bytes a word: for each r, ``[h]``."""
         return look_up_bytes(emit, planes, self.tables[row])
 
-    def shared_entries(self, planes: Sequence[Word], row: int) -> list[list[list[Word]]]:
-        """Entries of one word out of shared memory, 16 bits each: ``[r][h][c]``."""
+    def shared_entries(self, planes: Sequence[Word], row: int) -> Iterator[list[list[Word]]]:
+        """Entries of one word out of shared memory, 16 bits each: for each r, ``[h][c]``."""
         codes = byte_codes(emit, planes)
-        offset = row * (self.stride << self.bits)
-        entries = []
         for r in range(4):
             halves = []
             for half in range(2):
@@ -228,10 +274,9 @@ class RowReader:
                 for c in range(4):
                     byte = 2 * half + c // 2
                     at = emit.byte_address(codes[r + 4 * (c % 2)], byte, self.stride, self.shared)
-                    values.append(emit.load_shared(at, offset, self.stride // 32))
+                    values.append(emit.load_shared(at, 2 * row))
                 halves.append(values)
-            entries.append(halves)
-        return entries
+            yield halves
 
     def _look_up_shared(self, planes: Sequence[Word], row: int) -> list[list[list[Word]]]:
         parts: list[list[list[Word]]] = [[], []]

@@ -20,9 +20,13 @@ from pallas_kernels.bitplane_matmul.row_reader import (
     Arrays,
     Geometry,
     RowReader,
+    RowTile,
     shared_table_bytes,
 )
 from pallas_kernels.implementation import on_gpu
+
+MOST_TABLE_BYTES = 16384
+"""Of a warp, so that eight warps leave some first-level cache to activations."""
 
 Gate = Literal["silu", "gelu_tanh"]
 
@@ -75,7 +79,7 @@ class WarpMatmul:
         out_rows: Rows of the output.
         token_blocks: Blocks of four tokens in a unit.
         words: Words that a lane takes from a row at once: 1, 2 or 4.
-        depth: Chunks in flight.
+        depths: Chunks in flight of each width.
         splits: Parts that K is cut into; partial sums are returned apart.
         warps: Warps a block.
         blocks: Blocks of the grid.
@@ -89,10 +93,15 @@ class WarpMatmul:
     out_rows: int
     token_blocks: int
     words: int
-    depth: int
+    depths: tuple[int, ...]
     splits: int
     warps: int
     blocks: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a warp."""
+        return max(shared_table_bytes(bits, MOST_TABLE_BYTES) for bits in self.widths)
 
     @property
     def columns_out(self) -> int:
@@ -136,27 +145,13 @@ def warp_matmul(
     """
     if not on_gpu():
         return interpret.warp_matmul(kernel, weights, units, x_words, x_scale, out)
-    arrays = (
-        weights.pool,
-        weights.table_pool,
-        weights.bits,
-        weights.planes,
-        weights.tables,
-        units.expert,
-        units.first,
-        units.tokens,
-        units.count,
-        x_words,
-        x_scale,
-        out,
-    )
+    arrays = (*weights, *units, x_words, x_scale, out)
     shapes = tuple((array.shape, array.dtype.name) for array in arrays)
     return _compiled(kernel, shapes)(*arrays)[0]
 
 
 @lru_cache(maxsize=256)
 def _compiled(kernel: WarpMatmul, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
-    shared = max(shared_table_bytes(bits) for bits in kernel.widths) * kernel.warps
     return emit.compile_kernel(
         lambda *refs: _body(kernel, *refs),
         name="bitplane_warp_matmul",
@@ -164,7 +159,7 @@ def _compiled(kernel: WarpMatmul, shapes: tuple[tuple[tuple[int, ...], str], ...
         warps=kernel.warps,
         inputs=shapes[:-1],
         in_place=shapes[-1],
-        shared_bytes=shared,
+        shared_bytes=kernel.shared_bytes * kernel.warps,
     )
 
 
@@ -184,8 +179,7 @@ def _body(kernel: WarpMatmul, *refs: Any) -> None:
     pool, table_pool, bits, planes, tables, unit_expert, first, tokens, count, x, scale, out = at
     arrays = Arrays(pool, table_pool, planes, tables)
     warp = emit.thread() >> 5
-    shared_bytes = max(shared_table_bytes(b) for b in kernel.widths)
-    shared = emit.address(shared_ref) + warp * shared_bytes if shared_bytes else None
+    shared = emit.address(shared_ref) + warp * kernel.shared_bytes
     items = emit.load(count)[0] * (kernel.tiles * kernel.splits)
 
     def do_item(item: Word, carry: Sequence[Word]) -> Sequence[Word]:
@@ -194,9 +188,9 @@ def _body(kernel: WarpMatmul, *refs: Any) -> None:
         expert = emit.load(unit_expert + unit.wide() * 4)[0]
         work = _Work(unit, rest % kernel.splits, item % kernel.tiles, expert)
         width = emit.load(bits + expert.wide() * 4)[0]
-        for width_here in kernel.widths:
+        for width_here, depth in zip(kernel.widths, kernel.depths, strict=True):
             with emit.when(width.equals(width_here)):
-                tile = _Tile(kernel, arrays, width_here, work, shared)
+                tile = _Tile(kernel, arrays, width_here, depth, work, shared)
                 place, used = (emit.load(a + unit.wide() * 4)[0] for a in (first, tokens))
                 tile.write(tile.multiply(x), place, used, scale, out)
         return carry
@@ -209,29 +203,33 @@ class _Tile:
     """One warp's sixteen rows at one width."""
 
     def __init__(
-        self, kernel: WarpMatmul, arrays: Arrays, bits: int, work: _Work, shared: Word | None
+        self,
+        kernel: WarpMatmul,
+        arrays: Arrays,
+        bits: int,
+        depth: int,
+        work: _Work,
+        shared: Word,
     ):
-        self.kernel, self.work = kernel, work
+        self.kernel, self.depth, self.work = kernel, depth, work
         self.parts = 1 if bits <= 6 else 2
         self.lane = emit.thread() & 31
-        group = self.lane >> 2
-        if kernel.gate is None:
-            self.columns = [work.tile * 16 + group, work.tile * 16 + group + 8]
-            last = kernel.geometry.rows - 1
-            rows = [column.minimum(last) for column in self.columns]
-        else:
-            half = kernel.columns_out
-            self.columns = [work.tile * 8 + group]
-            row = self.columns[0].minimum(half - 1)
-            rows = [row, row + half]
+        self.rows = RowTile(kernel.columns_out, kernel.gate is not None, work.tile)
         self.reader = RowReader(
-            kernel.geometry, arrays, bits, work.expert, rows, kernel.words, shared
+            kernel.geometry,
+            arrays,
+            bits,
+            work.expert,
+            self.rows.rows,
+            kernel.words,
+            shared,
+            MOST_TABLE_BYTES,
         )
 
     def multiply(self, x: Word) -> list[Word]:
         """Sums over this item's part of K, flat: ``[part, token block, 4]``."""
         kernel = self.kernel
-        blocks, depth = kernel.token_blocks, kernel.depth
+        blocks, depth = kernel.token_blocks, self.depth
         count = kernel.chunks // kernel.splits
         chunk_bytes = 16 * kernel.words
         step_bytes = blocks * 1024
@@ -311,6 +309,7 @@ class _Tile:
         """Scales sums and stores those of real tokens and columns."""
         kernel = self.kernel
         scales = [emit.bits_as_float(scale) for scale in self.reader.scales()]
+        columns = self.rows.outputs(self.lane >> 2)
         capacity = TOKENS_PER_BLOCK * kernel.token_blocks
         for token_block in range(kernel.token_blocks):
             token = (self.lane & 3) + token_block * TOKENS_PER_BLOCK
@@ -321,11 +320,11 @@ class _Tile:
                 total = self._total(sums, token_block, row)
                 values.append(total * (scales[row] * token_scale))
             if kernel.gate is not None:
-                values = [_activate(values[0], kernel.gate) * values[1]]
+                values = [activate(values[0], kernel.gate) * values[1]]
             row = self.work.split * kernel.out_rows + first + token
             base = out + row.wide() * (4 * kernel.columns_out)
             with emit.when(token.less(tokens)):
-                for column, value in zip(self.columns, values, strict=True):
+                for column, value in zip(columns, values, strict=True):
                     with emit.when(column.less(kernel.columns_out)):
                         emit.store(base + column.wide() * 4, [emit.float_as_bits(value)])
 
@@ -340,7 +339,7 @@ class _Tile:
         return total
 
 
-def _activate(gate: emit.Float, name: Gate) -> emit.Float:
+def activate(gate: emit.Float, name: Gate) -> emit.Float:
     """SiLU, or GELU by tanh: both are ``gate * sigmoid(argument)``."""
     if name == "silu":
         return gate * emit.sigmoid(gate)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.device_time import Time, device_time
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.page_layout import KvLayout
 from pallas_kernels.page_write import write_kv, write_pages
 from pallas_kernels.paged_attention.api import paged_attention
-from pallas_kernels.paged_attention.device_time import Time, device_time
 from pallas_kernels.paged_attention.reference import paged_attention as reference_attention
 
 COMMAND = (

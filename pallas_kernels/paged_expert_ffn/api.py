@@ -7,12 +7,6 @@ from pallas_kernels.page_layout import MatrixLayout
 from pallas_kernels.paged_expert_ffn import kernel, reference
 from pallas_kernels.paged_expert_ffn.pages import Activation, ModulePages
 
-PROVEN_ON_GPU = False
-"""Set once ``pytest -m gpu tests/kernels`` has passed on a GPU with the launches of tuned.json.
-
-Until then "auto" is the reference; see docs/kernels_experts.md for what has run on a GPU.
-"""
-
 
 def paged_expert_ffn(
     x: Float[Array, "M D"],
@@ -46,7 +40,7 @@ def paged_expert_ffn(
     Returns:
         float32 sums.
     """
-    chosen = resolve(implementation, proven=PROVEN_ON_GPU)
+    chosen = resolve(implementation)
     body = kernel.paged_expert_ffn if chosen == "pallas" else reference.paged_expert_ffn
     return body(
         x,

@@ -3,19 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from pallas_kernels.bitplane_matmul import activations, tuning
+from pallas_kernels.bitplane_matmul import tuning
 from pallas_kernels.page_layout import MatrixLayout
-from pallas_kernels.paged_expert_ffn.grouped_matmul import UNIT_ROWS
-from pallas_kernels.paged_expert_ffn.large import large_product, supports
 from pallas_kernels.paged_expert_ffn.pages import Activation, ModulePages
-from pallas_kernels.paged_expert_ffn.product import small_product
-from pallas_kernels.paged_expert_ffn.routing import (
-    Routing,
-    make_units,
-    route,
-    unit_places,
-    unit_rows,
-)
+from pallas_kernels.paged_expert_ffn.product import product
+from pallas_kernels.paged_expert_ffn.routing import Routing, make_units, route, unit_places
 
 
 def combine(
@@ -43,22 +35,12 @@ def paged_expert_ffn(
 ) -> Float32[Array, "M D"]:
     """See :func:`pallas_kernels.paged_expert_ffn.paged_expert_ffn`."""
     routing = route(expert_ids, gate_up.bits.shape[0])
-    tokens = expert_ids.size / gate_up.bits.shape[0]
-    fits = supports(gate_up_layout, activation) and supports(down_layout, None)
-    if tuning.is_large(tokens) and fits:
-        units, used = make_units(routing, UNIT_ROWS), make_units(routing, expert_ids.size)
-        gathered = x[routing.token[unit_places(units, UNIT_ROWS, expert_ids.size)]]
-        hidden = large_product(gathered, units, used, pool, gate_up, gate_up_layout, activation)
-        result = large_product(hidden, units, used, pool, down, down_layout, None)
-        rows = unit_rows(routing, UNIT_ROWS)
-        return combine(
-            result.reshape(1, -1, x.shape[1]), rows[routing.place], routing, expert_weights
-        )
-    blocks = tuning.token_blocks(tokens)
-    units = make_units(routing, activations.TOKENS_PER_BLOCK * blocks)
-    hidden = small_product(
-        x, routing.token, units, blocks, pool, gate_up, gate_up_layout, activation
+    words = [layout.words_per_row for layout in (gate_up_layout, down_layout)]
+    capacity = tuning.unit_capacity(expert_ids.size / gate_up.bits.shape[0], words)
+    units, places = make_units(routing, capacity), expert_ids.size
+    own = unit_places(units, capacity, places)
+    hidden = product(
+        x, routing.token[own], units, places, pool, gate_up, gate_up_layout, activation
     )[0]
-    own = jnp.arange(expert_ids.size, dtype=jnp.int32)
-    parts = small_product(hidden, own, units, blocks, pool, down, down_layout, None)
+    parts = product(hidden, own, units, places, pool, down, down_layout, None)
     return combine(parts, routing.place, routing, expert_weights)

@@ -65,14 +65,3 @@ def unit_places(units: Units, capacity: int, places: int) -> Int32[Array, "U cap
     """Place of each of a unit's rows; rows past its tokens repeat some valid place."""
     inside = jnp.arange(capacity, dtype=jnp.int32)
     return jnp.clip(units.first[:, None] + inside[None, :], 0, places - 1)
-
-
-def unit_rows(routing: Routing, capacity: int) -> Int32[Array, " A"]:
-    """Row of each place when units are laid out one after another, padded to ``capacity``."""
-    ends = jnp.cumsum(-(-routing.counts // capacity), dtype=jnp.int32)
-    place = jnp.arange(routing.token.shape[0], dtype=jnp.int32)
-    expert = jnp.searchsorted(routing.starts, place, side="right").astype(jnp.int32) - 1
-    inside = place - routing.starts[expert]
-    before = jnp.where(expert > 0, ends[expert - 1], 0)
-    most = most_units(routing.token.shape[0], routing.counts.shape[0], capacity)
-    return jnp.clip(before * capacity + inside, 0, most * capacity - 1)

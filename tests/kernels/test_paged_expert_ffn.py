@@ -20,12 +20,13 @@ DEMO = Shape("demo", 6, 256, 128, 8, 8)
 
 
 def random_choices(shape: Shape, tokens: int, top_k: int, seed: int) -> np.ndarray:
-    """Choices of distinct experts; expert 1 is idle, token 0 and one of token 1's have none."""
+    """Choices of distinct experts; expert 1 is idle, token 0 has none (a lone token has one)."""
     rng = np.random.default_rng(seed)
     busy = np.delete(np.arange(shape.experts), 1)
     ids = np.stack([rng.permutation(busy)[:top_k] for _ in range(tokens)]).astype(np.int32)
-    ids[0] = shape.experts
-    ids[1 % tokens, 0] = shape.experts
+    ids[0, 0] = shape.experts
+    if tokens > 1:
+        ids[0], ids[1, 0] = shape.experts, shape.experts
     return ids
 
 
@@ -113,7 +114,7 @@ class PagedExpertFfnTests:
         arguments = (x, jnp.asarray(ids), jnp.asarray(weights))
         out = np.asarray(run(*arguments, experts.pool, *experts.modules), np.float64)
         expected = experts.expected(x, ids, weights, activation)
-        assert not out[0].any()
+        assert not out[(ids == shape.experts).all(axis=1)].any()
         assert np.linalg.norm(out - expected) < self.limit * np.linalg.norm(expected)
         poisoned = self.poison(experts)
         again = np.asarray(run(*arguments, poisoned, *experts.modules), np.float64)
@@ -171,7 +172,7 @@ class TestPallasGpu(PagedExpertFfnTests):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.model)
-@pytest.mark.parametrize("tokens_an_expert", [1, 8, 16, 64, 128])
+@pytest.mark.parametrize("tokens_an_expert", [1, 16, 128])
 def test_lowers_for_h200(shape: Shape, tokens_an_expert: int):
     layouts = [shape.layout(name) for name in ("gate_up", "down")]
     pages = []

@@ -5,10 +5,15 @@ import numpy as np
 import pytest
 from warp_simulator import simulate
 
-from pallas_kernels.bitplane_matmul import activations, interpret, warp_dequantize, warp_matmul
-from pallas_kernels.bitplane_matmul.row_reader import shared_table_bytes
-from pallas_kernels.bitplane_matmul.warp_dequantize import WarpDequantize
+from pallas_kernels.bitplane_matmul import (
+    activations,
+    interpret,
+    prepare,
+    warp_matmul,
+    warpgroup_matmul,
+)
 from pallas_kernels.bitplane_matmul.warp_matmul import WarpMatmul, Weights
+from pallas_kernels.bitplane_matmul.warpgroup_matmul import WarpgroupMatmul
 from pallas_kernels.paged_expert_ffn.product import geometry
 from pallas_kernels.paged_expert_ffn.routing import make_units, route, unit_places
 from pallas_kernels.random_experts import Shape, random_experts
@@ -42,7 +47,7 @@ def test_matmul(bits, token_blocks, words, columns, gate, splits, depth, monkeyp
     x_words = activations.gather_units(activations.fragments(integers, words), index)
     form = WarpMatmul(
         geometry(layout), 2, (bits,), gate, units.expert.shape[0], tokens + 2, token_blocks,
-        words, depth, splits, warps=2, blocks=1,
+        words, (depth,), splits, warps=2, blocks=1,
     )  # fmt: skip
     out = jnp.full((splits, tokens + 2, form.columns_out), jnp.nan)
     weights = Weights(pool, pool, module.bits, module.planes, module.tables)
@@ -50,8 +55,9 @@ def test_matmul(bits, token_blocks, words, columns, gate, splits, depth, monkeyp
     found = simulate(
         warp_matmul._body,
         form,
+        form.warps,
         [np.asarray(array) for array in arrays],
-        2 * shared_table_bytes(bits),
+        2 * form.shared_bytes,
         monkeypatch,
     )
     expected = np.asarray(
@@ -64,25 +70,50 @@ def test_matmul(bits, token_blocks, words, columns, gate, splits, depth, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("bits", "words", "columns"),
-    [(4, 4, 1024), (5, 2, 352 * 2), (6, 4, 640), (8, 2, 256), (7, 1, 96)],
+    ("bits", "columns", "gate"),
+    [(3, 320, None), (5, 128, "silu"), (8, 192, "gelu_tanh")],
 )
-def test_dequantize(bits, words, columns, monkeypatch):
-    layout = Shape("tiny", 2, columns, 20, 4, 4).layout("gate_up", 128)
-    pool, module = random_experts(layout, (bits, bits), bits)
-    units = make_units(route(jnp.asarray([[1]], jnp.int32), 2), 1)
+def test_warpgroup_matmul(bits, columns, gate, monkeypatch):
+    layout = Shape("tiny", 3, columns, 36, 4, 4).layout("gate_up", 128)
+    pool, module = random_experts(layout, (bits, bits, bits), bits)
+    counts, capacity = (11, 0, 18), 16
+    ids = np.repeat(np.arange(3, dtype=np.int32), counts)
+    tokens = len(ids)
+    routing = route(jnp.asarray(ids)[:, None], 3)
+    units = make_units(routing, capacity)
+    x = jnp.asarray(np.random.default_rng(bits).normal(size=(tokens, columns)), jnp.float32)
+    blocks, scale = activations.half_blocks(x)
+    index = routing.token[unit_places(units, capacity, tokens)]
+    form = WarpgroupMatmul(
+        geometry(layout), (bits,), gate, capacity, tokens + 1, stages=3, blocks=2
+    )
+    out = jnp.full((tokens + 1, form.columns_out), jnp.nan)
     weights = Weights(pool, pool, module.bits, module.planes, module.tables)
-    form = WarpDequantize(geometry(layout), (bits,), words, warps=2, blocks=1)
-    out = jnp.full((2, layout.rows, form.columns), jnp.nan, jnp.float16)
-    arrays = [*weights, units.expert, units.count, out]
+    arrays = [*weights, *units, activations.gather_tiles(blocks, index), scale[index], out]
     found = simulate(
-        warp_dequantize._body,
+        warpgroup_matmul._body,
         form,
+        warpgroup_matmul.WARPS + 1,
         [np.asarray(array) for array in arrays],
-        2 * shared_table_bytes(bits),
+        form.shared_bytes,
         monkeypatch,
     )
-    assert np.isnan(found[0]).all(), "an expert without tokens was written"
-    expected = np.asarray(interpret.warp_dequantize(form, weights, units, out))[1]
-    real = np.asarray(activations.permuted(jnp.ones((1, columns)), words))[0] > 0
-    np.testing.assert_array_equal(found[1][:, real], expected[:, real])
+    expected = np.asarray(interpret.warpgroup_matmul(form, *(weights, units), *arrays[-3:]))
+    assert np.isnan(found[tokens]).all(), "a row of no token was written"
+    error = np.linalg.norm((found - expected)[:tokens]) / np.linalg.norm(expected[:tokens])
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("columns", [96, 704])
+def test_preparing_kernels_make_the_same_arrays(columns):
+    rng = np.random.default_rng(columns)
+    x = jnp.asarray(rng.normal(size=(11, columns)), jnp.bfloat16).at[3].set(0)
+    index = jnp.asarray(rng.integers(0, 11, (3, 8)), jnp.int32)
+    words = 1 if columns == 96 else 2
+    pairs = [
+        (prepare.fragments(x, index, words), prepare.fragments_kernel(x, index, words)),
+        (prepare.tiles(x, index), prepare.tiles_kernel(x, index)),
+    ]
+    for (expected, scale), (found, found_scale) in pairs:
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+        np.testing.assert_allclose(np.asarray(found_scale), np.asarray(scale), rtol=1e-6)

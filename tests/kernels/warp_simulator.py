@@ -1,10 +1,12 @@
 """Runs the emitted warp programs on numpy lanes: every address, mask and fragment is the kernel's.
 
 Replaces the functions of ``pallas_kernels.bitplane_matmul.emit`` while it runs; what PTX does with
-one instruction is written again here.
+one instruction is written again here. The warps of a block are threads, so that barriers work.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Condition, local
 
 import numpy as np
 
@@ -96,16 +98,53 @@ def _bytes(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words).view(np.uint8).reshape(LANES, 4)
 
 
+class Block:
+    """Shared memory of a block and its barriers: arrivals wanted and missing, bytes, phase."""
+
+    def __init__(self, shared_bytes: int):
+        self.shared = np.zeros(max(shared_bytes, 1), np.uint8)
+        self.changed = Condition()
+        self.barriers: dict[int, list[int]] = {}
+        self.started = False
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everyone's waiting: the first error is the one to see."""
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def wait(self, condition) -> None:
+        """Waits until a condition holds."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.error or condition(), 60), "a deadlock"
+            if self.error:
+                raise self.error
+
+    def count(self, address: int) -> None:
+        """Counts an arrival; the last one of a phase starts the next."""
+        with self.changed:
+            barrier = self.barriers[address]
+            barrier[1] -= 1
+            assert barrier[1] >= 0
+            if barrier[1] == 0:
+                barrier[1], barrier[2] = barrier[0], barrier[2] ^ 1
+            self.changed.notify_all()
+
+
 class Warp:
     """The instructions, for one warp of a block and its memory."""
 
-    def __init__(self, arrays: list[np.ndarray], shared: np.ndarray, block: int, warp: int):
-        self.memory = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-        self.shared, self.block_index, self.warp = shared, block, warp
+    def __init__(self, memory: list[np.ndarray], owner: Block, block: int, warp: int):
+        self.memory, self.owner = memory, owner
+        self.shared, self.block_index, self.warp = owner.shared, block, warp
         self.active = np.ones(LANES, bool)
 
     def word(self, value):
         return Lanes(np.full(LANES, int(value) % (1 << 32), np.uint32))
+
+    def flag(self, condition):
+        return Lanes(condition.astype(np.uint32))
 
     def thread(self):
         return Lanes(np.arange(LANES, dtype=np.uint32) + np.uint32(LANES * self.warp))
@@ -115,6 +154,9 @@ class Warp:
 
     def address(self, ref):
         return self.word(0) if ref is None else Lanes(np.uint64((ref + 1) << ARRAY_SHIFT))
+
+    def page_address(self, start, page, page_bytes):
+        return start + page.wide() * page_bytes
 
     def _global(self, at, offset, size):
         addresses = at.value + np.uint64(offset)
@@ -130,7 +172,7 @@ class Warp:
             places.append((memory, byte))
         return places
 
-    def load(self, at, words=1, *, offset=0, stream=False):
+    def load(self, at, words=1, *, offset=0, fetch=0):
         loaded = np.zeros((LANES, words), np.uint32)
         for lane, place in enumerate(self._global(at, offset, 4 * words)):
             if place:
@@ -148,12 +190,12 @@ class Warp:
     def load_words(self, at, words):
         return [self.load(at, offset=4 * i)[0] for i in range(words)]
 
-    def load_shared(self, at, offset, size):
+    def load_shared(self, at, offset):
         out = np.zeros(LANES, np.uint32)
         for lane in np.flatnonzero(self.active):
             byte = int(at.value[lane]) + offset
-            assert byte % size == 0
-            out[lane] = int.from_bytes(self.shared[byte : byte + size].tobytes(), "little")
+            assert byte % 2 == 0
+            out[lane] = int.from_bytes(self.shared[byte : byte + 2].tobytes(), "little")
         return Lanes(out)
 
     def store_shared(self, at, words, offset):
@@ -209,14 +251,99 @@ class Warp:
             for i in range(4)
         ]
 
+    def sync_block(self):
+        """Warp 0 makes the barriers; nobody else may come first."""
+        with self.owner.changed:
+            self.owner.started |= self.warp == 0
+            self.owner.changed.notify_all()
+        self.owner.wait(lambda: self.owner.started)
+
+    def limit_registers(self, count, *, more):
+        pass
+
+    def start_barrier(self, at, arrivals):
+        if self.active.any():
+            self.owner.barriers[self._only(at)] = [arrivals, arrivals, 0]
+
+    def publish_barriers(self):
+        pass
+
+    def _only(self, at) -> int:
+        """The value of the lanes that run, which must be the same in all."""
+        [value] = set(at.value[self.active].tolist())
+        return value
+
+    def arrive(self, at):
+        if self.active.any():
+            self.owner.count(self._only(at))
+
+    def wait_for(self, at, parity):
+        if not self.active.any():
+            return
+        barrier, old = self.owner.barriers[self._only(at)], self._only(parity)
+        self.owner.wait(lambda: barrier[2] != old)
+
+    def copy_to_shared(self, target, source, size, barrier):
+        if not self.active.any():
+            return
+        array, byte = divmod(self._only(source), 1 << ARRAY_SHIFT)
+        assert byte % 16 == 0
+        assert byte + size <= len(self.memory[array - 1])
+        start = self._only(target)
+        self.shared[start : start + size] = self.memory[array - 1][byte : byte + size]
+        self.owner.count(self._only(barrier))
+
+    def settle(self, words):
+        return list(words)
+
+    def warpgroup_begin(self):
+        pass
+
+    warpgroup_commit = warpgroup_wait = warpgroup_begin
+
+    def warpgroup_multiply(self, a, right, total):
+        """One warp's sixteen rows; operands are read at once, results are there at once."""
+        lane = np.arange(LANES)
+        group, pair = lane // 4, lane % 4
+        tokens = 2 * len(total)
+        [descriptor] = set(right.value.tolist())
+        start, columns, rows = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
+        assert descriptor >> 46 == 0, "no swizzle"
+        left = np.zeros((16, 16), np.float32)
+        for index in range(4):
+            values = np.ascontiguousarray(a[index].value).view(np.float16).reshape(LANES, 2)
+            for place in range(2):
+                column = 8 * (index // 2) + 2 * pair + place
+                left[group + 8 * (index % 2), column] = values[:, place]
+        blocks = [
+            self.shared[start + columns * j + rows * i :][:128].view(np.float16).reshape(8, 8)
+            for i in range(tokens // 8)
+            for j in range(2)
+        ]
+        operand = np.stack(blocks).reshape(tokens // 8, 2, 8, 8).transpose(0, 2, 1, 3)
+        product = left @ operand.reshape(tokens, 16).astype(np.float32).T
+        out = []
+        for index, value in enumerate(total):
+            place = group + 8 * (index // 2 % 2), index // 4 * 8 + 2 * pair + index % 2
+            added = np.ascontiguousarray(value.value).view(np.float32) + product[place]
+            out.append(Lanes(added.astype(np.float32).view(np.uint32)))
+        return out
+
+    def tile_descriptor(self, at, row_stride, column_stride):
+        return (at >> 4).wide() | ((column_stride >> 4) << 16 | (row_stride >> 4) << 32)
+
+    def store_below(self, at, value, index, bound, *, offset=0):
+        with self.when(index.less(bound)):
+            self.store(at, [value], offset=offset)
+
     def assemble(self, text, outputs, inputs):
-        """The two conversions to float16 of the dequantising kernel."""
+        """The two conversions to float16."""
         if "sub.rn.f16x2" in text:
             left, right = (np.ascontiguousarray(one.value).view(np.float16) for one in inputs)
             return [Lanes((left - right).view(np.uint32))]
-        assert "cvt.rn.f16.s16" in text
-        low = np.ascontiguousarray(inputs[0].value).view(np.int16)[::2].astype(np.float16)
-        return [Lanes(np.repeat(low, 2).view(np.uint32))]
+        assert text.count("cvt.rn.f16.s16") == 2
+        halves = np.ascontiguousarray(inputs[0].value).view(np.int16).astype(np.float16)
+        return [Lanes(halves.view(np.uint32))]
 
     @contextmanager
     def when(self, condition):
@@ -226,10 +353,11 @@ class Warp:
         self.active = before
 
     def loop(self, start, stop, step, carry, body):
+        if not self.active.any():
+            return list(carry)
         bounds = []
         for bound in (start, stop, step):
-            assert (bound.value == bound.value[0]).all(), "a loop must be the same in all lanes"
-            bounds.append(int(bound.value[0]))
+            bounds.append(self._only(bound))
         for index in range(*bounds):
             carry = body(self.word(index), carry)
         return list(carry)
@@ -247,20 +375,30 @@ class Warp:
         return Floats(1 / (1 + np.exp(-number.value)))
 
 
-def simulate(body, form, arrays: list[np.ndarray], shared_bytes: int, monkeypatch) -> np.ndarray:
+def simulate(
+    body, form, warps: int, arrays: list[np.ndarray], shared_bytes: int, monkeypatch
+) -> np.ndarray:
     """Runs a kernel's body for its whole grid; the last array is written and returned."""
-    memory = [np.array(array) for array in arrays]
-    for block in range(form.blocks):
-        shared = np.zeros(max(shared_bytes, 1), np.uint8)
-        for index in range(form.warps):
-            warp = Warp(memory, shared, block, index)
-            with monkeypatch.context() as patch:
-                for name in dir(Warp):
-                    if not name.startswith("_") and hasattr(emit, name):
-                        patch.setattr(emit, name, getattr(warp, name))
-                body(form, *range(len(memory)), None)
-            memory = [
-                data.view(array.dtype).reshape(array.shape)
-                for data, array in zip(warp.memory, memory, strict=True)
-            ]
-    return memory[-1]
+    copies = [np.array(array) for array in arrays]
+    memory = [array.reshape(-1).view(np.uint8) for array in copies]
+    current = local()
+
+    def replace(name):
+        return lambda *args, **options: getattr(current.warp, name)(*args, **options)
+
+    def run(warp):
+        current.warp = warp
+        try:
+            body(form, *range(len(memory)), None)
+        except BaseException as error:
+            warp.owner.fail(error)
+            raise
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(warps) as threads:
+        for name in dir(Warp):
+            if not name.startswith("_") and hasattr(emit, name):
+                patch.setattr(emit, name, replace(name))
+        for block in range(form.blocks):
+            owner = Block(shared_bytes)
+            list(threads.map(run, [Warp(memory, owner, block, warp) for warp in range(warps)]))
+    return copies[-1]

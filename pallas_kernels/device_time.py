@@ -21,25 +21,27 @@ class Time:
     spread: float
 
 
-def kernel_times(trace: Path) -> list[float]:
-    """Microseconds of every kernel and copy of a trace, in the order they ran."""
+def kernel_times(trace: Path) -> list[tuple[str, float]]:
+    """Name and microseconds of every kernel and copy of a trace, in the order they ran."""
     [path] = trace.rglob("*.xplane.pb")
     events = [
-        (event.start_ns, event.duration_ns / 1e3)
+        (event.start_ns, event.name, event.duration_ns / 1e3)
         for plane in ProfileData.from_file(str(path)).planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
         if (line.name or "").startswith("Stream")
         for event in line.events
     ]
-    return [duration for _, duration in sorted(events)]
+    return [(name, duration) for _, name, duration in sorted(events)]
 
 
-def device_time(call: Callable[[int], object], *, calls: int = CALLS, keep: bool = True) -> Time:
-    """Times ``call(turn)``; every call launches the same kernels.
+def call_times(
+    call: Callable[[int], object], *, calls: int, keep: bool = True
+) -> list[list[tuple[str, float]]]:
+    """Name and microseconds of each kernel of ``call(turn)``, call by call.
 
     Args:
-        call: Runs a compiled program.
+        call: Runs a compiled program; every call launches as many kernels.
         calls: Calls in the trace, after two to warm up.
         keep: Wait for all results at the end; otherwise only the last is live (donated operands).
 
@@ -60,6 +62,12 @@ def device_time(call: Callable[[int], object], *, calls: int = CALLS, keep: bool
     if len(times) < calls:
         raise RuntimeError(f"the trace holds {len(times)} kernels of {calls} calls")
     ends = [round(len(times) * turn / calls) for turn in range(calls + 1)]
-    sums = [sum(times[start:end]) for start, end in pairwise(ends)]
+    return [times[start:end] for start, end in pairwise(ends)]
+
+
+def device_time(call: Callable[[int], object], *, calls: int = CALLS, keep: bool = True) -> Time:
+    """Time of all kernels of a call; see :func:`call_times`."""
+    times = call_times(call, calls=calls, keep=keep)
+    sums = [sum(duration for _, duration in one) for one in times]
     tenths = statistics.quantiles(sums, n=10)
     return Time(statistics.median(sums), tenths[-1] - tenths[0])
