@@ -151,24 +151,19 @@ class KvLayout:
         head_dim: Dimensions a head H, even.
         dtype: ``"bfloat16"`` or ``"float32"``.
         page_words: uint32 words a page.
+        most_tokens: A page holds no more tokens, a power of two; None for as many as fit.
     """
 
     kv_heads: int
     head_dim: int
     dtype: str
     page_words: int
+    most_tokens: int | None = None
 
     def __post_init__(self):
-        check_page_words(self.page_words)
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"keys and values are bfloat16 or float32, not {self.dtype}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        if self.words_per_token > self.page_words:
-            raise ValueError(
-                f"one token's keys and values ({4 * self.words_per_token} bytes) do not fit a page "
-                f"of {4 * self.page_words} bytes"
-            )
+        _check_cache_page(self.dtype, self.words_per_token, self.page_words)
 
     @property
     def words_per_head(self) -> int:
@@ -183,4 +178,88 @@ class KvLayout:
     @property
     def tokens_per_page(self) -> int:
         """Tokens a page: the largest power of two that fits (a kernel's tile must divide it)."""
-        return 1 << ((self.page_words // self.words_per_token).bit_length() - 1)
+        fitting = _tokens_per_page(self.words_per_token, self.page_words)
+        return fitting if self.most_tokens is None else min(fitting, self.most_tokens)
+
+
+LATENT_WORD_MULTIPLE = 4
+"""Each part of a token's latents begins at 16 bytes, so that kernels load 16 bytes at once."""
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """Pages of latents of one layer: ``[token, words]``, a row a token.
+
+    A row has up to three parts: the latent that keys are rebuilt from (before RoPE), that of
+    values, and a rotated key that all heads share (MLA). A part of n numbers takes
+    ``n / 2`` words in bfloat16 (n in float32), rounded up to a multiple of 4; in bfloat16, with w
+    words, word i holds numbers i (low half) and w + i (high half). What rounding adds is zero.
+
+    Attributes:
+        k_rank: Rank of the keys' latent.
+        v_rank: Rank of the values' latent; 0 where values are rebuilt from the keys' (MLA).
+        shared_dim: Dimensions of the shared key; 0 if there is none.
+        dtype: ``"bfloat16"`` or ``"float32"``.
+        page_words: uint32 words a page.
+    """
+
+    k_rank: int
+    v_rank: int
+    shared_dim: int
+    dtype: str
+    page_words: int
+
+    def __post_init__(self):
+        if self.k_rank < 1 or self.v_rank < 0 or self.shared_dim < 0:
+            raise ValueError(f"ranks must be positive: {self}")
+        _check_cache_page(self.dtype, self.words_per_token, self.page_words)
+
+    def part_words(self, numbers: int) -> int:
+        """Words of a part of so many numbers."""
+        per_word = 2 if self.dtype == "bfloat16" else 1
+        return -(-numbers // (per_word * LATENT_WORD_MULTIPLE)) * LATENT_WORD_MULTIPLE
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Numbers of each part: keys' latent, values' latent, shared key."""
+        return self.k_rank, self.v_rank, self.shared_dim
+
+    @property
+    def k_words(self) -> int:
+        """Words of the keys' latent, the first part."""
+        return self.part_words(self.k_rank)
+
+    @property
+    def value_part(self) -> tuple[int, int]:
+        """Where the latent of values begins in a row, in words, and its rank."""
+        return (self.k_words, self.v_rank) if self.v_rank else (0, self.k_rank)
+
+    @property
+    def shared_start(self) -> int:
+        """Where the shared key begins in a row, in words."""
+        return self.k_words + self.part_words(self.v_rank)
+
+    @property
+    def words_per_token(self) -> int:
+        """Words of one token."""
+        return sum(self.part_words(part) for part in self.parts)
+
+    @property
+    def tokens_per_page(self) -> int:
+        """Tokens a page: the largest power of two that fits."""
+        return _tokens_per_page(self.words_per_token, self.page_words)
+
+
+def _check_cache_page(dtype: str, token_words: int, page_words: int) -> None:
+    check_page_words(page_words)
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"keys and values are bfloat16 or float32, not {dtype}")
+    if token_words > page_words:
+        raise ValueError(
+            f"one token's keys and values ({4 * token_words} bytes) do not fit a page of "
+            f"{4 * page_words} bytes"
+        )
+
+
+def _tokens_per_page(token_words: int, page_words: int) -> int:
+    return 1 << ((page_words // token_words).bit_length() - 1)

@@ -5,6 +5,7 @@ python scripts/benchmark.py tp --config CONFIG --json docs/results/multi_gpu/nvl
 python scripts/benchmark.py engine --model DIR_OR_FILE --batch 1 --bits 4 --json PATH
 python scripts/benchmark.py experts --json PATH
 python scripts/benchmark.py transformers --model DIR_OR_FILE --batch 1 --json PATH
+python scripts/benchmark.py latent-kv --json docs/results/h200/latent_kv.json
 """
 
 import argparse
@@ -78,6 +79,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     peer = commands.add_parser("transformers", help="the same with torch, to compare with")
     _add_generation_flags(peer)
     peer.add_argument("--mode", choices=("eager", "compiled"), default="eager")
+    latent = commands.add_parser("latent-kv", help="attention over latents against full KV")
+    latent.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="tokens")
+    latent.add_argument("--json", type=Path, required=True, help="where results go")
     return parser.parse_args(argv)
 
 
@@ -235,11 +239,43 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def latent_kv(arguments: argparse.Namespace) -> None:
+    """The ``latent-kv`` command."""
+    from _latent_benchmark import dispatch_record, run
+
+    if jax.default_backend() != "gpu":
+        raise UserError("scripts/benchmark.py latent-kv needs an NVIDIA GPU and JAX's CUDA plugin")
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "dispatch": None,
+        "records": [],
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+
+    def report(record: dict) -> None:
+        print(
+            f"{record['model']} tp {record['tp']} {record['context']} {record['mode']}: "
+            f"{record['us']:.1f} us (counted {record['counted_us']:.1f}), "
+            f"difference {record['difference']:.1e}",
+            flush=True,
+        )
+        result["records"].append(record)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    run(arguments.contexts, report)
+    result["dispatch"] = dispatch_record()
+    print(result["dispatch"])
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command."""
     arguments = parse(argv)
-    commands = (kernels, tp, engine, experts, transformers)
-    {command.__name__: command for command in commands}[arguments.command](arguments)
+    commands = (kernels, tp, engine, experts, transformers, latent_kv)
+    named = {command.__name__.replace("_", "-"): command for command in commands}
+    named[arguments.command](arguments)
 
 
 if __name__ == "__main__":

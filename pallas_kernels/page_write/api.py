@@ -1,9 +1,9 @@
-"""Public writes into the pool: whole pages, and the keys and values of single tokens."""
+"""Public writes into the pool: whole pages, and what single tokens leave in the cache."""
 
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation, resolve
-from pallas_kernels.page_layout import KvLayout
+from pallas_kernels.page_layout import KvLayout, LatentLayout
 from pallas_kernels.page_write import kernels, reference
 
 
@@ -49,3 +49,36 @@ def write_kv(
     """
     body = kernels if resolve(implementation) == "pallas" else reference
     return body.write_kv(pool, k, v, pages, offsets, layout)
+
+
+def write_latents(
+    pool: UInt32[Array, "pages words"],
+    k: Float[Array, "M Rk"],
+    v: Float[Array, "M Rv"] | None,
+    shared: Float[Array, "M Hs"] | None,
+    pages: Int32[Array, " M"],
+    offsets: Int32[Array, " M"],
+    *,
+    layout: LatentLayout,
+) -> UInt32[Array, "pages words"]:
+    """Returns the pool with the latents of M tokens written.
+
+    A token is one row, and XLA's scatter writes rows in place as fast as a kernel of ours would
+    (docs/kernels_attention.md), so there is one implementation.
+
+    Args:
+        pool: The page pool; in place when donated.
+        k: Latents of the keys, before RoPE.
+        v: Latents of the values; None where the layout has none.
+        shared: Rotated keys that all heads share; None where the layout has none.
+        pages: The page of each token; 0 for padding.
+        offsets: The token's place in its page, below ``layout.tokens_per_page``.
+        layout: Layout of the layer's pages.
+
+    Raises:
+        ValueError: Parts of other sizes than the layout's.
+    """
+    parts = [part for part in (k, v, shared) if part is not None]
+    if tuple(part.shape[1] for part in parts) != tuple(size for size in layout.parts if size):
+        raise ValueError(f"latents {[part.shape for part in parts]} do not suit {layout}")
+    return reference.write_rows(pool, reference.pack_latents(parts, layout), pages, offsets)

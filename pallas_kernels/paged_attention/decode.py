@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.implementation import triton_call
@@ -22,6 +23,7 @@ from pallas_kernels.paged_attention.reference import compute_dtype
 from pallas_kernels.paged_attention.tiles import LOWEST, HeadTile, KeyTiles, Scores, attend
 
 LEAST_DOT_ROWS = 16
+MOST_COLUMNS = 512
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,10 @@ def _combine_body(
     out_ref,  # [B, N, H]
     *,
     splits: Splits,
-    head_dim: int,
+    columns: int,
 ):
-    head, sequence = pl.program_id(0), pl.program_id(1)
+    head, sequence, chunk = (pl.program_id(axis) for axis in range(3))
+    head_dim = out_ref.shape[2]
     first, end, each = splits.tiles(positions_ref[sequence])
     split = lax.iota(jnp.int32, pl.next_power_of_2(splits.count))
     written = split * each < end - first
@@ -123,14 +126,39 @@ def _combine_body(
     weights = jnp.exp2(maxima - jnp.max(maxima, axis=0))
     total = jnp.sum(totals * weights, axis=0)
 
-    column = lax.iota(jnp.int32, pl.next_power_of_2(head_dim))
-    shape = (split.shape[0], column.shape[0])
+    column = chunk * columns + lax.iota(jnp.int32, columns)
+    shape = (split.shape[0], columns)
     row = lax.broadcast_in_dim(split, shape, (0,))
-    columns = lax.broadcast_in_dim(column, shape, (1,))
-    mask = lax.broadcast_in_dim(written, shape, (0,)) & (columns < head_dim)
-    values = plt.load(values_ref.at[sequence, head, row, columns], mask=mask, other=0.0)
+    wide = lax.broadcast_in_dim(column, shape, (1,))
+    mask = lax.broadcast_in_dim(written, shape, (0,)) & (wide < head_dim)
+    values = plt.load(values_ref.at[sequence, head, row, wide], mask=mask, other=0.0)
     out = jnp.sum(values * weights[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
     plt.store(out_ref.at[sequence, head, column], out.astype(out_ref.dtype), mask=column < head_dim)
+
+
+def combine(
+    values: Float[Array, "B N splits H"],
+    maxima: Float[Array, "B N splits"],
+    totals: Float[Array, "B N splits"],
+    positions: Int32[Array, " B"],
+    splits: Splits,
+    dtype: DTypeLike,
+) -> Float[Array, "B N H"]:
+    """Joins unnormalised results of splits; those that a query does not reach are not read."""
+    batch, query_heads, _, head_dim = values.shape
+    columns = min(pl.next_power_of_2(head_dim), MOST_COLUMNS)
+
+    def body(*refs):
+        _combine_body(*refs, splits=splits, columns=columns)
+
+    return triton_call(
+        body,
+        jax.ShapeDtypeStruct((batch, query_heads, head_dim), dtype),
+        name="paged_decode_combine",
+        grid=(query_heads, batch, pl.cdiv(head_dim, columns)),
+        warps=4,
+        stages=1,
+    )(values, maxima, totals, positions)
 
 
 def paged_decode(
@@ -158,9 +186,6 @@ def paged_decode(
             group=query_heads // layout.kv_heads,
         )
 
-    def combine(*refs):
-        _combine_body(*refs, splits=splits, head_dim=head_dim)
-
     partial = (batch, query_heads, splits.count)
     values, maxima, totals = triton_call(
         body,
@@ -174,11 +199,4 @@ def paged_decode(
         warps=config.warps,
         stages=config.stages,
     )(q, pool, pages, positions)
-    return triton_call(
-        combine,
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        name="paged_decode_combine",
-        grid=(query_heads, batch),
-        warps=4,
-        stages=1,
-    )(values, maxima, totals, positions)
+    return combine(values, maxima, totals, positions, splits, q.dtype)

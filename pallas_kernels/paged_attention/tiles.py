@@ -40,6 +40,17 @@ class Scores:
         return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
 
 
+def split_words(words: jax.Array, parts: int, compute: jnp.dtype) -> list[jax.Array]:
+    """Turns words into their one or two parts, in the compute dtype."""
+    if parts == 1:
+        return [lax.bitcast_convert_type(words, jnp.float32)]
+    if compute == jnp.bfloat16:
+        halves = words.astype(jnp.uint16), (words >> np.uint32(16)).astype(jnp.uint16)
+        return [lax.bitcast_convert_type(half, jnp.bfloat16) for half in halves]
+    halves = words << np.uint32(16), words & np.uint32(0xFFFF0000)
+    return [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
+
+
 @dataclass(frozen=True)
 class HeadTile:
     """Tiles of one kv head's keys or values out of pages.
@@ -91,16 +102,6 @@ class HeadTile:
         start = lax.broadcast_in_dim(row * layout.words_per_head, shape, (0,))
         index = (lax.broadcast_in_dim(page, shape, (0,)), start + self.column_index(rows))
         return plt.load(pool_ref.at[index], mask=self.mask(present), other=np.uint32(0))
-
-    def split(self, words: jax.Array) -> list[jax.Array]:
-        """Turns words into parts of the compute dtype, each ``[rows, columns]``."""
-        if self.parts == 1:
-            return [lax.bitcast_convert_type(words, jnp.float32)]
-        if self.compute == jnp.bfloat16:
-            halves = words.astype(jnp.uint16), (words >> np.uint32(16)).astype(jnp.uint16)
-            return [lax.bitcast_convert_type(half, jnp.bfloat16) for half in halves]
-        halves = words << np.uint32(16), words & np.uint32(0xFFFF0000)
-        return [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
 
     def load_parts(self, ref, lead: tuple, rows: jax.Array) -> list[jax.Array]:
         """Reads the parts of heads in a plain array ``[..., H]``.
@@ -213,7 +214,7 @@ class KeyTiles:
         words = self.heads.load_words(
             self.pool_ref, page, token, self.head, value=value, present=present
         )
-        return self.heads.split(words)
+        return split_words(words, self.heads.parts, self.heads.compute)
 
 
 def attend(
