@@ -18,17 +18,23 @@ from jax import lax
 
 from pallas_kernels.kv_reconstruct import Rotation, UpProjections, latent_attention
 from pallas_kernels.kv_reconstruct.api import decode_shape
-from pallas_kernels.kv_reconstruct.counts import COSTS, cheapest, full_cost, possible_modes
+from pallas_kernels.kv_reconstruct.counts import (
+    COSTS,
+    Shape,
+    cheapest,
+    full_cost,
+    possible_modes,
+)
 from pallas_kernels.page_layout import PAGE_WORD_MULTIPLE, KvLayout, LatentLayout
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.device_time import device_time
 
 BATCH, DEVICES = 64, (1, 8)
 PAGE_WORDS = 16384
-COMPILERS = 8
+COMPILERS = 14
 SPREAD_BYTES = 512 << 20
 """Calls take turns with pages of at least so many bytes, so that the L2 cache helps no one."""
-DISPATCH_LAYERS, DISPATCH_CALLS = 16, 20
+DISPATCH_LAYERS, DISPATCH_CALLS = 8, 20
 
 
 @dataclass(frozen=True)
@@ -147,79 +153,106 @@ class Case:
         shape = (BATCH, 1, self.heads, self.model.head_dim)
         return jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
 
+    def blocks(self, layout: LatentLayout | KvLayout) -> int:
+        """Pages of a sequence."""
+        return -(-self.context // layout.tokens_per_page)
+
+    def turns(self, layout: LatentLayout | KvLayout) -> int:
+        """Sets of pages that calls take turns with."""
+        need = 4 * layout.page_words * BATCH * self.blocks(layout)
+        return max(1, min(4, -(-SPREAD_BYTES // need)))
+
+    def shapes(self, layout: LatentLayout | KvLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of the pool and of the page tables of a turn."""
+        blocks = self.blocks(layout)
+        pages = 1 + self.turns(layout) * BATCH * blocks
+        return (
+            jax.ShapeDtypeStruct((pages, layout.page_words), jnp.uint32),
+            jax.ShapeDtypeStruct((BATCH, blocks), jnp.int32),
+        )
+
     def operands(self, layout: LatentLayout | KvLayout) -> tuple[jax.Array, list[jax.Array]]:
         """The pool, and the page tables of every turn, all pages apart and in random order."""
-        blocks = -(-self.context // layout.tokens_per_page)
-        need = 4 * layout.page_words * BATCH * blocks
-        turns = max(1, min(4, -(-SPREAD_BYTES // need)))
+        blocks, turns = self.blocks(layout), self.turns(layout)
         random = np.random.default_rng(0)
         ids = 1 + random.permutation(turns * BATCH * blocks).reshape(turns, BATCH, blocks)
         pool = random_pool(jax.random.key(0), 1 + turns * BATCH * blocks, layout.page_words)
         return pool, [jnp.asarray(table, jnp.int32) for table in ids]
 
 
-def measure(case: Case) -> Iterator[Record]:
-    """Times all modes of a case."""
-    model, q, up = case.model, case.queries(), case.projections()
-    positions = jnp.full((BATCH, 1), case.context - 1, jnp.int32)
-    scale = model.head_dim**-0.5
-    layout, full = case.latent_layout, case.full_layout
-    pool, tables = case.operands(layout)
-    blocks = tables[0].shape[1]
-    shape = decode_shape(up, layout, model.rotation, case.heads, BATCH, blocks)
-    chosen, modes = cheapest(shape), possible_modes(shape)
+@dataclass(frozen=True)
+class Programs:
+    """The compiled programs of a case, by mode; ``full`` last."""
 
-    def attend(mode: Any) -> Callable:
-        options = {"layout": layout, "scale": scale, "rotation": model.rotation, "mode": mode}
-        return lambda q, pool, pages, up: latent_attention(q, pool, pages, positions, up, **options)
+    case: Case
+    shape: Shape
+    compiled: dict[str, Any]
 
-    def build(mode: str) -> Any:
-        return jax.jit(attend(mode)).lower(q, pool, tables[0], up).compile()
+    @classmethod
+    def compile(cls, case: Case, threads: ThreadPoolExecutor) -> "Programs":
+        """Starts compiling: the programs are futures."""
+        layout, model, full = case.latent_layout, case.model, case.full_layout
+        positions = jnp.full((BATCH, 1), case.context - 1, jnp.int32)
+        options = {"scale": model.head_dim**-0.5}
+        q, up = case.queries(), case.projections()
+        blocks = case.blocks(layout)
+        shape = decode_shape(up, layout, model.rotation, case.heads, BATCH, blocks)
 
-    def record(mode: str, program: Any, run: Callable, counted: float, bytes_: int, error: float):
-        calls = 24 if case.context < 4096 else 6
-        found, memory = device_time(run, calls=calls, keep=False), program.memory_analysis()
-        return Record(
-            case.name,
-            case.devices,
-            BATCH,
-            case.context,
-            mode,
-            mode == chosen,
-            round(found.median, 1),
-            round(found.spread, 1),
-            round(counted, 1),
-            bytes_,
-            memory.temp_size_in_bytes if memory else 0,
-            error,
-        )
+        def latent(mode: Any) -> Any:
+            def attend(q: Any, pool: Any, pages: Any, up: Any) -> Any:
+                chosen = {"layout": layout, "rotation": model.rotation, "mode": mode} | options
+                return latent_attention(q, pool, pages, positions, up, **chosen)
 
-    with ThreadPoolExecutor(COMPILERS) as threads:
-        programs = dict(zip(modes, threads.map(build, modes), strict=True))
-    first = None
-    for mode, program in programs.items():
-        out = program(q, pool, tables[0], up).astype(jnp.float32)
-        first = out if first is None else first
-        error = float(jnp.linalg.norm(out - first) / jnp.linalg.norm(first))
+            return jax.jit(attend).lower(q, *case.shapes(layout), up).compile()
 
-        def run(turn: int, program: Any = program) -> jax.Array:
-            return program(q, pool, tables[turn % len(tables)], up)
+        def whole() -> Any:
+            def attend(q: Any, pool: Any, pages: Any, up: Any) -> Any:
+                del up
+                return paged_attention(q, pool, pages, positions, layout=full, **options)
 
-        counted = COSTS[mode](shape).microseconds
-        yield record(mode, program, run, counted, shape.latent_bytes, float(f"{error:.2e}"))
-    del pool, tables, first
-    pool, tables = case.operands(full)
+            return jax.jit(attend).lower(q, *case.shapes(full), up).compile()
 
-    def attend_full(q: jax.Array, pool: jax.Array, pages: jax.Array) -> jax.Array:
-        return paged_attention(q, pool, pages, positions, layout=full, scale=scale)
+        compiled = {mode: threads.submit(latent, mode) for mode in possible_modes(shape)}
+        return cls(case, shape, compiled | {"full": threads.submit(whole)})
 
-    program = jax.jit(attend_full).lower(q, pool, tables[0]).compile()
+    def measure(self) -> Iterator[Record]:
+        """Times every program."""
+        case, shape = self.case, self.shape
+        q, up, chosen, first = case.queries(), case.projections(), cheapest(shape), None
+        for mode, future in self.compiled.items():
+            program = future.result()
+            if mode in ("rebuild", "full"):
+                pool = tables = None  # the last one goes first
+                pool, tables = case.operands(
+                    case.full_layout if mode == "full" else case.latent_layout
+                )
+            difference = 0.0
+            if mode != "full":
+                out = program(q, pool, tables[0], up).astype(jnp.float32)
+                first = out if first is None else first
+                difference = float(jnp.linalg.norm(out - first) / jnp.linalg.norm(first))
 
-    def run_full(turn: int) -> jax.Array:
-        return program(q, pool, tables[turn % len(tables)])
+            def call(turn: int, program=program, pool=pool, tables=tables) -> jax.Array:
+                return program(q, pool, tables[turn % len(tables)], up)
 
-    counted = full_cost(shape).microseconds
-    yield record("full", program, run_full, counted, shape.full_bytes, 0.0)
+            calls = 24 if case.context < 4096 else 6
+            time, memory = device_time(call, calls=calls, keep=False), program.memory_analysis()
+            cost = full_cost(shape) if mode == "full" else COSTS[mode](shape)
+            yield Record(
+                model=case.name,
+                tp=case.devices,
+                batch=BATCH,
+                context=case.context,
+                mode=mode,
+                chosen=mode == chosen,
+                us=round(time.median, 1),
+                spread_us=round(time.spread, 1),
+                counted_us=round(cost.microseconds, 1),
+                cache_bytes=shape.full_bytes if mode == "full" else shape.latent_bytes,
+                temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+                difference=float(f"{difference:.2e}"),
+            )
+            del call
 
 
 def dispatch_times() -> dict[str, float]:
@@ -284,9 +317,10 @@ def dispatch_record() -> dict[str, dict[str, float]]:
 
 
 def run(contexts: list[int], report: Callable[[dict], None]) -> None:
-    """Measures everything; reports each record as it is made."""
-    for context in contexts:
-        for name in MODELS:
-            for devices in DEVICES:
-                for record in measure(Case(name, devices, context)):
-                    report(asdict(record))
+    """Measures everything, once all is compiled; reports each record as it is made."""
+    cases = [Case(name, tp, tokens) for tokens in contexts for name in MODELS for tp in DEVICES]
+    with ThreadPoolExecutor(COMPILERS) as threads:
+        programs = [Programs.compile(case, threads) for case in cases]
+    for program in programs:
+        for record in program.measure():
+            report(asdict(record))

@@ -118,5 +118,5 @@ def choose_nodes(
     return best
 
 
-W_PASSES = 300
-"""Products that a GPU does in the time in which it writes and reads one number of memory."""
+W_PASSES = 700
+"""Products that a GPU does while a number of an absorbed query goes through memory (four times)."""

@@ -17,6 +17,7 @@ from pallas_kernels.kv_reconstruct.expansion import (
     group_heads,
     read_latents,
     turn,
+    widen,
 )
 from pallas_kernels.kv_reconstruct.nodes import Nodes
 from pallas_kernels.page_layout import LatentLayout
@@ -129,7 +130,7 @@ def _absorbed(
         turned = turn(slow[:, None, :, :, None], cosine, sine)
         weights = nodes.weights().astype(np.float32)
     turned = turned.astype(dtype)  # [B, blocks, K, G, nodes, slow dimensions]
-    keys = _pairs(up.k, 1, nodes.fast, half).astype(dtype)
+    keys = widen(_pairs(up.k, 1, nodes.fast, half), latent).astype(dtype)
     query = jnp.einsum("bxkgmd,kdr->bxkgmr", turned, keys)
     by_block = latent.astype(dtype).reshape(batch, blocks, -1, rank)
     at_nodes = jnp.einsum(
@@ -158,6 +159,7 @@ def weighted_latents(
     _, latent, _ = read_latents(rows, layout)
     token = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :, None]
     latent = jnp.where(token <= positions[:, None, None], latent, 0)  # beyond may be NaN
-    return jnp.einsum(
+    out = jnp.einsum(
         "bns,bsr->bnr", weights.astype(latent.dtype), latent, preferred_element_type=jnp.float32
     )
+    return out[..., : layout.value_part[1]]

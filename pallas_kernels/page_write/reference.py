@@ -70,13 +70,12 @@ def pack_latents(
 
 def unpack_latents(
     rows: UInt32[Array, "*dims words"], layout: LatentLayout
-) -> tuple[Float[Array, "*dims Rk"], Float[Array, "*dims Rv"], Float[Array, "*dims Hs"]]:
-    """The inverse of :func:`pack_latents`: the three parts, empty where the layout has none."""
+) -> tuple[Float[Array, "*dims Wk"], Float[Array, "*dims Wv"], Float[Array, "*dims Ws"]]:
+    """The three parts with the zeros behind their numbers; empty where the layout has none."""
     found, start = [], 0
     for numbers in layout.parts:
         words = layout.part_words(numbers)
-        part = unpack_heads(rows[..., start : start + words], layout)
-        found.append(part[..., :numbers])
+        found.append(unpack_heads(rows[..., start : start + words], layout))
         start += words
     return found[0], found[1], found[2]
 

@@ -37,9 +37,19 @@ class LowRankLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         """Multiplies by v, then by u."""
-        latent = jnp.einsum("...i,ri->...r", x, self.v[...])
-        out = jnp.einsum("...r,or->...o", latent, self.u[...])
+        out = jnp.einsum("...r,or->...o", self.latent(x), self.u[...])
         return add_last(out, self.bias[...]) if self.has_bias else out
+
+    def latent(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch R"]:
+        """Multiplies by v only."""
+        return jnp.einsum("...i,ri->...r", x, self.v[...])
+
+
+def whole_weight(linear: Linear | LowRankLinear) -> Float[Array, "outputs inputs"]:
+    """The matrix of a layer, factored or not."""
+    if isinstance(linear, LowRankLinear):
+        return jnp.einsum("or,ri->oi", linear.u[...], linear.v[...])
+    return linear.weight[...]
 
 
 def linear_shapes(model: nnx.Module) -> dict[str, tuple[int, int]]:

@@ -8,8 +8,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_reconstruct import UpProjections
+from pw_jax.low_rank.layers import whole_weight
 from pw_jax.models.config import ExpertShape, ModelConfig
 from pw_jax.models.decoder import CausalLm, DecoderLayer
+from pw_jax.models.latent import LatentKvShape, LatentLayer, Latents
 from pw_jax.models.layers import GatedMlp, Linear, RmsNorm, rope_tables, rotate
 from pw_jax.models.memory import Memory
 from pw_jax.models.moe import ExpertStore, Router, SparseMoe
@@ -60,8 +63,7 @@ class DeepseekV2Config(ModelConfig):
 class LatentAttention(nnx.Module):
     """Attention whose keys and values are expanded from one small latent a token.
 
-    The memory is given full heads. A cache of latents has to replace only the last step: what it
-    would keep is what `latents` gives.
+    The memory is given the latents; whether it keeps them or the heads they make is its choice.
     """
 
     def __init__(self, config: DeepseekV2Config, layer: int, *, dtype: DTypeLike):
@@ -90,13 +92,9 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Memory]:
         """Returns what to add to the residual, and the memory with the new keys and values."""
         q = self.queries(x, rope)
-        k, v = self.expand(*self.latents(x, rope))
-        # Pages hold heads of one width; zeros change neither scores nor the values kept.
-        q, k, v = (pad_last(part, self.kv.head_dim) for part in (q, k, v))
-        out, memory = memory.attend(
-            self.layer, q, k, v, scale=self.shape.scale, window=None, soft_cap=None
+        out, memory = memory.attend_latents(
+            self.layer, q, self.latents(x, rope), scale=self.shape.scale, window=None
         )
-        out = out[..., : self.shape.value_dim]
         return self.o_proj(out.reshape(*x.shape[:2], -1)), memory
 
     def queries(
@@ -111,22 +109,22 @@ class LatentAttention(nnx.Module):
         plain, turning = jnp.split(q, (self.shape.plain_dim,), axis=-1)
         return jnp.concatenate((plain, rotate_neighbours(turning, rope)), axis=-1)
 
-    def latents(
-        self, x: Float[Array, "B T D"], rope: tuple[Array, Array]
-    ) -> tuple[Float[Array, "B T R"], Float[Array, "B T 1 Hr"]]:
+    @property
+    def latent_layer(self) -> LatentLayer:
+        """What a cache of latents keeps."""
+        shape = self.shape
+        kept = LatentKvShape(shape.rank, 0, shape.rope_dim)
+        return LatentLayer(kept, self.kv.kv_heads, shape.plain_dim, shape.value_dim, None)
+
+    def latents(self, x: Float[Array, "B T D"], rope: tuple[Array, Array]) -> Latents:
         """The normalised latent of each token, and the rotated key that all heads share."""
         latent, turning = jnp.split(self.kv_a_proj_with_mqa(x), (self.shape.rank,), axis=-1)
-        return self.kv_a_layernorm(latent), rotate_neighbours(turning[:, :, None], rope)
-
-    def expand(
-        self, latent: Float[Array, "B T R"], turning: Float[Array, "B T 1 Hr"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N Hv"]]:
-        """Keys and values of all heads."""
+        turned = rotate_neighbours(turning[:, :, None], rope)[:, :, 0]
         width = self.shape.plain_dim + self.shape.value_dim
-        both = self.kv_b_proj(latent).reshape(*latent.shape[:2], -1, width)
-        plain, value = jnp.split(both, (self.shape.plain_dim,), axis=-1)
-        shared = jnp.broadcast_to(turning, (*plain.shape[:3], turning.shape[-1]))
-        return jnp.concatenate((plain, shared), axis=-1), value
+        both = whole_weight(self.kv_b_proj).reshape(-1, width, self.shape.rank)
+        plain, value = jnp.split(both, (self.shape.plain_dim,), axis=1)
+        up = UpProjections(plain, value)
+        return Latents(self.kv_a_layernorm(latent), None, turned, up, None, None)
 
 
 class GroupedRouter(Router):
@@ -214,8 +212,3 @@ def rotate_neighbours(
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     halves = jnp.concatenate((pairs[..., 0], pairs[..., 1]), axis=-1)
     return rotate(halves, rope).astype(x.dtype)
-
-
-def pad_last(x: Float[Array, "B T N H"], size: int) -> Float[Array, "B T N S"]:
-    """Appends zeros to every head."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))

@@ -169,3 +169,8 @@ def expand_to(vector: Array, ndim: int) -> Array:
 def add_last(x: Float[Array, "*batch D"], vector: Float[Array, " D"]) -> Float[Array, "*batch D"]:
     """Adds a vector along the last axis."""
     return x + expand_to(vector, x.ndim)
+
+
+def pad_last(x: Float[Array, "*batch H"], size: int) -> Float[Array, "*batch S"]:
+    """Appends zeros along the last axis."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import masked_attention
+from pw_jax.models.latent import Latents
 
 
 @runtime_checkable
@@ -31,6 +32,18 @@ class Memory(Protocol):
         soft_cap: float | None,
     ) -> tuple[Float[Array, "B T N Hv"], "Memory"]:
         """Stores k and v of the new tokens and attends to all that each query may see."""
+        ...
+
+    def attend_latents(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        latents: Latents,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Float[Array, "B T N Hv"], "Memory"]:
+        """The same for keys and values that come from latents; what is stored is its choice."""
         ...
 
 
@@ -82,3 +95,16 @@ class SequenceMemory:
             allowed &= ahead < window
         mask = allowed[None] & self.token_mask[:, None, :]
         return masked_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap), self
+
+    def attend_latents(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        latents: Latents,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Float[Array, "B T N Hv"], "SequenceMemory"]:
+        """Attends to the heads that the latents make."""
+        k, v = latents.heads()
+        return self.attend(layer, q, k, v, scale=scale, window=window, soft_cap=None)

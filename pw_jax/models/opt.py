@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pw_jax.models.config import Fields, KvShape, ModelConfig, RopeConfig, read_attention_heads
 from pw_jax.models.decoder import CausalLm, Output
+from pw_jax.models.latent import LatentLayer, factored_latents, factored_layer
 from pw_jax.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from pw_jax.models.memory import Memory
 from pw_jax.models.moe import ExpertStore
@@ -29,16 +30,24 @@ class OptAttention(nnx.Module):
         self.v_proj = Linear(width, width, bias=bias, dtype=dtype)
         self.out_proj = Linear(width, width, bias=config.output_bias, dtype=dtype)
 
+    @property
+    def latent_layer(self) -> LatentLayer | None:
+        """What a cache of latents could keep; None unless keys and values are factored."""
+        return factored_layer(self.k_proj, self.v_proj, self.kv, None)
+
     def __call__(
         self, x: Float[Array, "B T D"], memory: Memory
     ) -> tuple[Float[Array, "B T D"], Memory]:
         """Returns what to add to the residual, and the memory with the new keys and values."""
         heads = (*x.shape[:2], -1, self.kv.head_dim)
         q = (self.q_proj(x) * self.kv.head_dim**-0.5).reshape(heads)
-        k, v = self.k_proj(x).reshape(heads), self.v_proj(x).reshape(heads)
-        out, memory = memory.attend(
-            self.layer, q, k, v, scale=1.0, window=self.kv.window, soft_cap=None
-        )
+        options = {"scale": 1.0, "window": self.kv.window}
+        if self.latent_layer is None:
+            k, v = self.k_proj(x).reshape(heads), self.v_proj(x).reshape(heads)
+            out, memory = memory.attend(self.layer, q, k, v, soft_cap=None, **options)
+        else:
+            latents = factored_latents(self.k_proj, self.v_proj, x, self.kv.head_dim, None, None)
+            out, memory = memory.attend_latents(self.layer, q, latents, **options)
         return self.out_proj(out.reshape(x.shape)), memory
 
 

@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.page_layout import PAGE_WORD_MULTIPLE, KvLayout, MatrixLayout
+from pallas_kernels.page_layout import (
+    PAGE_WORD_MULTIPLE,
+    KvLayout,
+    LatentLayout,
+    MatrixLayout,
+)
 from pw_jax.models.config import ExpertShape, KvShape
+from pw_jax.models.latent import LatentKvShape
 
 MODULES = ("gate_up", "down")
 """The two paged matrices of an expert; a block is (layer, expert, module)."""
@@ -31,12 +37,12 @@ class KvGroup:
     """Layers whose KV pages have one layout and one window, and so one page table.
 
     Attributes:
-        layout: Layout of a page.
+        layout: Layout of a page: of heads, or of the latents that heads come from.
         layers: Model layers of the group, in order.
         window: Sliding window of the group's layers, or None.
     """
 
-    layout: KvLayout
+    layout: KvLayout | LatentLayout
     layers: tuple[int, ...]
     window: int | None
 
@@ -75,6 +81,15 @@ class PagingLayout:
                 return index, group.layers.index(layer)
         raise ValueError(f"layer {layer} has no KV group")
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes that a token takes in the cache over all layers, page rounding apart.
+
+        Latents are counted as they are: whole, also where heads would be divided over devices.
+        """
+        groups = self.kv_groups
+        return sum(4 * group.layout.words_per_token * len(group.layers) for group in groups)
+
     def kv_pages(self, tokens: int) -> int:
         """Pages that a sequence of ``tokens`` tokens needs over all layers."""
         return sum(group.blocks(tokens) * len(group.layers) for group in self.kv_groups)
@@ -84,8 +99,26 @@ def _matrix_shapes(shape: ExpertShape) -> tuple[tuple[int, int], tuple[int, int]
     return (2 * shape.ffn, shape.embed), (shape.embed, shape.ffn)
 
 
+CacheShape = KvShape | LatentKvShape
+"""What a layer keeps of a token."""
+
+
+def cache_layout(
+    shape: CacheShape, kv_dtype: str, page_words: int
+) -> tuple[KvLayout | LatentLayout, int | None]:
+    """The page layout of a layer, and its window.
+
+    Raises:
+        ValueError: A token does not fit a page.
+    """
+    if isinstance(shape, LatentKvShape):
+        ranks = (shape.k_rank, shape.v_rank, shape.shared_dim)
+        return LatentLayout(*ranks, kv_dtype, page_words), None
+    return KvLayout(shape.kv_heads, shape.head_dim, kv_dtype, page_words), shape.window
+
+
 def paging_layout(
-    kv_shapes: tuple[KvShape, ...],
+    kv_shapes: tuple[CacheShape, ...],
     *,
     kv_dtype: str,
     page_words: int,
@@ -96,7 +129,7 @@ def paging_layout(
     """Builds the layouts of a model.
 
     Args:
-        kv_shapes: KV shape of each layer.
+        kv_shapes: What each layer keeps of a token.
         kv_dtype: ``"bfloat16"`` or ``"float32"``.
         page_words: uint32 words a page.
         expert_shape: Shape of the routed experts, if they are paged.
@@ -106,17 +139,14 @@ def paging_layout(
     Raises:
         ValueError: A row or a token does not fit a page.
     """
-    by_shape: dict[KvShape, list[int]] = {}
+    by_shape: dict[CacheShape, list[int]] = {}
     for layer, shape in enumerate(kv_shapes):
         by_shape.setdefault(shape, []).append(layer)
-    groups = tuple(
-        KvGroup(
-            KvLayout(shape.kv_heads, shape.head_dim, kv_dtype, page_words),
-            tuple(layers),
-            shape.window,
-        )
-        for shape, layers in by_shape.items()
-    )
+    groups = []
+    for shape, layers in by_shape.items():
+        layout, window = cache_layout(shape, kv_dtype, page_words)
+        groups.append(KvGroup(layout, tuple(layers), window))
+    groups = tuple(groups)
     if expert_shape is None or expert_format is None:
         return PagingLayout(page_words, groups)
     gate_up, down = (
@@ -136,7 +166,7 @@ def paging_layout(
 
 
 def choose_page_words(
-    kv_shapes: tuple[KvShape, ...], *, kv_dtype: str, expert_shape: ExpertShape | None
+    kv_shapes: tuple[CacheShape, ...], *, kv_dtype: str, expert_shape: ExpertShape | None
 ) -> int:
     """The largest page (up to 64 KiB) that wastes little of what it holds.
 

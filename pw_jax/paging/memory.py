@@ -8,9 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation
-from pallas_kernels.page_write import write_kv
+from pallas_kernels.kv_reconstruct import CompactBlocks, latent_attention
+from pallas_kernels.page_layout import KvLayout, LatentLayout
+from pallas_kernels.page_write import write_kv, write_latents
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_expert_ffn import Activation, ModulePages, paged_expert_ffn
+from pw_jax.models.latent import Latents
+from pw_jax.models.layers import pad_last
 from pw_jax.paging.layout import PagingLayout
 from pw_jax.paging.observer import PromptObserver
 
@@ -29,6 +33,7 @@ class PagedMemory:
         layout: Static layouts.
         implementation: Which kernels run.
         observer: Is shown the MoE inputs while the step is traced, if given.
+        compact: For each KV group of latents, its used pages; None, or no entry, for all pages.
     """
 
     pool: UInt32[Array, "pages words"]
@@ -38,6 +43,7 @@ class PagedMemory:
     layout: PagingLayout = field(metadata={"static": True})
     implementation: Implementation = field(default="auto", metadata={"static": True})
     observer: PromptObserver | None = field(default=None, metadata={"static": True})
+    compact: tuple[CompactBlocks | None, ...] = ()
 
     @property
     def token_mask(self) -> Bool[Array, "B T"]:
@@ -56,17 +62,13 @@ class PagedMemory:
         soft_cap: float | None,
     ) -> tuple[Float[Array, "B T N H"], "PagedMemory"]:
         """Writes the new keys and values, then attends over the sequences' pages."""
-        index, row = self.layout.group_of(layer)
-        layout, table = self.layout.kv_groups[index].layout, self.kv_pages[index][row]
-        position = jnp.maximum(self.positions, 0)
-        block, offset = position // layout.tokens_per_page, position % layout.tokens_per_page
-        page = jnp.where(self.token_mask, jnp.take_along_axis(table, block, axis=1), 0)
+        _, layout, table = self._group(layer)
+        assert isinstance(layout, KvLayout)
         pool = write_kv(
             self.pool,
             k.reshape(-1, *k.shape[2:]),
             v.reshape(-1, *v.shape[2:]),
-            page.reshape(-1),
-            offset.reshape(-1),
+            *self._places(layout, table),
             layout=layout,
             implementation=self.implementation,
         )
@@ -82,6 +84,64 @@ class PagedMemory:
             implementation=self.implementation,
         )
         return out, replace(self, pool=pool)
+
+    def attend_latents(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        latents: Latents,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Float[Array, "B T N Hv"], "PagedMemory"]:
+        """Keeps latents or heads, whichever the layer's pages are for, and attends."""
+        index, layout, table = self._group(layer)
+        if isinstance(layout, KvLayout):
+            k, v = latents.heads()
+            width = v.shape[-1]
+            # Pages hold heads of one width; zeros change neither scores nor the values kept.
+            q, k, v = (pad_last(part, layout.head_dim) for part in (q, k, v))
+            out, memory = self.attend(layer, q, k, v, scale=scale, window=window, soft_cap=None)
+            return out[..., :width], memory
+
+        def rows(part: Array | None) -> Array | None:
+            return None if part is None else part.reshape(-1, part.shape[-1])
+
+        pool = write_latents(
+            self.pool,
+            latents.k.reshape(-1, latents.k.shape[-1]),
+            rows(latents.v),
+            rows(latents.shared),
+            *self._places(layout, table),
+            layout=layout,
+        )
+        out = latent_attention(
+            q,
+            pool,
+            table,
+            self.positions,
+            latents.up,
+            layout=layout,
+            scale=scale,
+            rotation=latents.rotation,
+            compact=self.compact[index] if self.compact else None,
+            implementation=self.implementation,
+        )
+        return out, replace(self, pool=pool)
+
+    def _group(self, layer: int) -> tuple[int, KvLayout | LatentLayout, Int32[Array, "B blocks"]]:
+        """The KV group of a layer, its page layout and the layer's page tables."""
+        index, row = self.layout.group_of(layer)
+        return index, self.layout.kv_groups[index].layout, self.kv_pages[index][row]
+
+    def _places(
+        self, layout: KvLayout | LatentLayout, table: Int32[Array, "B blocks"]
+    ) -> tuple[Int32[Array, " M"], Int32[Array, " M"]]:
+        """Page and place in it of each new token; page 0 for padding."""
+        position = jnp.maximum(self.positions, 0)
+        block, offset = position // layout.tokens_per_page, position % layout.tokens_per_page
+        page = jnp.where(self.token_mask, jnp.take_along_axis(table, block, axis=1), 0)
+        return page.reshape(-1), offset.reshape(-1)
 
     def expert_ffn(
         self,
