@@ -141,9 +141,14 @@ class Case:
         """In pages of 64 KiB."""
         return KvLayout(self.kv_heads, self.model.head_dim, "bfloat16", PAGE_WORDS)
 
+    @property
+    def up_shape(self) -> tuple[int, int, int]:
+        """Of the projections of keys and of values."""
+        return self.kv_heads, self.model.head_dim, self.model.rank
+
     def projections(self) -> UpProjections:
         """Random, of a scale that keeps scores alive."""
-        shape = (self.kv_heads, self.model.head_dim, self.model.rank)
+        shape = self.up_shape
         keys = jax.random.split(jax.random.key(1), 2)
         scale = jnp.bfloat16(self.model.rank**-0.5)
         return UpProjections(*(jax.random.normal(key, shape, jnp.bfloat16) * scale for key in keys))
@@ -178,6 +183,12 @@ class Case:
         ids = 1 + random.permutation(turns * BATCH * blocks).reshape(turns, BATCH, blocks)
         pool = random_pool(jax.random.key(0), 1 + turns * BATCH * blocks, layout.page_words)
         return pool, [jnp.asarray(table, jnp.int32) for table in ids]
+
+
+def projection_shapes(case: Case) -> UpProjections:
+    """The projections as shapes."""
+    shape = jax.ShapeDtypeStruct(case.up_shape, jnp.bfloat16)
+    return UpProjections(shape, shape)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from checkpoints.dummy import dummy_engine
 from checkpoints.engine import TensorParallel, load_engine
-from pw_jax.engine.config import EngineConfig
+from pallas_kernels.page_layout import LatentLayout
+from pw_jax.engine.config import EngineConfig, KvCacheKind
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.generation import Generation, finish, make_requests
 from pw_jax.engine.sampling import Sampling
@@ -63,6 +64,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--min-bits", type=int, help="no expert goes below; default: by routing, see the planner")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
     add("--kv-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add(
+        "--kv-cache",
+        choices=get_args(KvCacheKind),
+        default="auto",
+        help="keys and values, or the latents of factored layers; default: the cheaper",
+    )
     add("--stream", action="store_true", help="print the first prompt's text as it comes")
     add("--json", type=Path, metavar="PATH", help="write results here; - for standard output")
     add("--trace", type=Path, metavar="PATH", help="write a JSON line a step, plan and move here")
@@ -135,6 +142,7 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
             prefill_chunk=flags.prefill_chunk,
             page_bytes=None if flags.page_kib is None else int(flags.page_kib * 1024),
             kv_dtype=flags.kv_dtype,
+            kv_cache=flags.kv_cache,
             planner=planner_config(flags),
         )
     except ValueError as problem:
@@ -210,6 +218,11 @@ def summary_table(engine: Engine, generations: list[Generation], seconds: float)
     table.add_row(
         "page pool",
         f"{plan.pool_bytes / MIB:.1f} ({plan.pool_pages} pages of {plan.layout.page_bytes} bytes)",
+    )
+    latent = any(isinstance(group.layout, LatentLayout) for group in plan.layout.kv_groups)
+    table.add_row(
+        "KV cache of a token",
+        f"{plan.layout.kv_token_bytes / 1024:.2f} KiB{', latents' if latent else ''}",
     )
     table.add_row("temporaries of a step", f"{engine.temporary_bytes / MIB:.1f}")
     if engine.precision is not None:

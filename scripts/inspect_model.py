@@ -120,13 +120,14 @@ def summary(config: ModelConfig, layout: PagingLayout) -> dict[str, Any]:
     groups = [
         {
             "layers": len(group.layers),
-            "kv_heads": group.layout.kv_heads,
-            "head_dim": group.layout.head_dim,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
             "window": group.window,
             "bytes_per_token": 4 * group.layout.words_per_token * len(group.layers),
             "tokens_per_page": group.layout.tokens_per_page,
         }
         for group in layout.kv_groups
+        for shape in [config.kv_shapes[group.layers[0]]]
     ]
     outside = registry.parameter_count(paged)
     return {

@@ -48,7 +48,7 @@ class Kernels:
 
 KERNELS = Kernels(
     absorbed=ScoreConfig(tokens=64, words=64, warps=4, stages=3),
-    rebuilt=ScoreConfig(tokens=128, words=32, warps=8, stages=3),
+    rebuilt=ScoreConfig(tokens=128, words=32, warps=4, stages=3),
     weighted=WeightedConfig(tile=64, warps=4, stages=3, programs=1024, split_tokens=256),
 )
 
@@ -70,4 +70,4 @@ class Rates:
     launch: float
 
 
-RATES = Rates(bytes=3.5e6, operations=600e6, kernel_operations=250e6, launch=2.0)
+RATES = Rates(bytes=3.5e6, operations=600e6, kernel_operations=200e6, launch=2.0)

@@ -125,7 +125,9 @@ def absorbed_cost(shape: Shape) -> Cost:
     made = 2 * tokens * rank * (fast + heads * nodes.count)
     made += 2 * tokens / nodes.block * heads * nodes.count * rank * (shape.k_dim - 2 * nodes.fast)
     traffic = 4 * 4 * layout.k_words * tokens  # gathered; read for the fast pairs and the nodes
-    traffic += 2 * per_number * fast * tokens + 3 * absorbed + 8 * heads * nodes.count * tokens
+    # Keys of one query head each are read once; others are widened and transposed for a product.
+    passes = 2 * per_number if heads == shape.kv_heads else 16
+    traffic += passes * fast * tokens + 3 * absorbed + 8 * heads * nodes.count * tokens
     return _plus(Cost(traffic, made, 0, 12), weighting)
 
 

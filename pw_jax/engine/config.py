@@ -1,9 +1,12 @@
 """The engine's settings."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pallas_kernels.implementation import Implementation
 from pw_jax.planner.config import PlannerConfig
+
+KvCacheKind = Literal["auto", "full", "latent"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class EngineConfig:
         prefill_chunk: Tokens of one prefill step.
         page_bytes: Bytes a page, a multiple of 512; None chooses the largest that wastes little.
         kv_dtype: ``"bfloat16"``, or ``"float32"`` to compare with a float32 reference.
+        kv_cache: ``"full"`` keeps keys and values; ``"latent"`` keeps, where a layer has them, the
+            latents that they come from; ``"auto"`` keeps what is cheaper, see `cache_choice`.
         implementation: Which kernels run.
         planner: Constants of the planner.
         routing_read_steps: Steps between two readings of the routing mass.
@@ -31,6 +36,7 @@ class EngineConfig:
     prefill_chunk: int = 64
     page_bytes: int | None = None
     kv_dtype: str = "bfloat16"
+    kv_cache: KvCacheKind = "auto"
     implementation: Implementation = "auto"
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     routing_read_steps: int = 8

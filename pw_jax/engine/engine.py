@@ -24,6 +24,7 @@ from pw_jax.engine.trace import StepRecord
 from pw_jax.engine.unread import PromptChunk, Unread
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
+from pw_jax.models.latent import latent_layers
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.tensor_parallel.model import ParallelModel
 from sharding.placement import Placement, bytes_on_a_device
@@ -67,7 +68,10 @@ class Engine:
             array_bytes += column_weight_bytes(model.config, config.planner)
         check_experts(config, experts, placement.devices)
         on_device = dataclasses.replace(model.config, kv_shapes=model.kv_shapes)
-        self.plan = plan_memory(on_device, config, experts, array_bytes, placement.devices)
+        latents = {} if isinstance(model, ParallelModel) else latent_layers(model)
+        self.plan = plan_memory(
+            on_device, config, experts, array_bytes, placement.devices, latents
+        )
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)

@@ -1,13 +1,16 @@
 """Divides the memory budget: weights that are arrays, and the pool."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 
+from pw_jax.engine.cache_choice import choose_cache
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.errors import UserError
 from pw_jax.models.config import ModelConfig
+from pw_jax.models.latent import LatentLayer
 from pw_jax.paging.expert_slices import slice_layouts
 from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
 from pw_jax.planner.config import PlannerConfig
@@ -47,6 +50,7 @@ def plan_memory(
     experts: ExpertSource | None,
     array_bytes: int,
     devices: int = 1,
+    latents: Mapping[int, LatentLayer] | None = None,
 ) -> MemoryPlan:
     """Plans the memory of an engine: of each of its devices.
 
@@ -68,9 +72,10 @@ def plan_memory(
         expert_shape, expert_format = slice_layouts(
             model.expert_shape, experts.expert_format, devices
         )
+    kv_shapes = choose_cache(model, latents or {}, config)
     page_words = (
         choose_page_words(
-            model.kv_shapes,
+            kv_shapes,
             kv_dtype=config.kv_dtype,
             expert_shape=expert_shape,
         )
@@ -79,7 +84,7 @@ def plan_memory(
     )
     try:
         layout = paging_layout(
-            model.kv_shapes,
+            kv_shapes,
             kv_dtype=config.kv_dtype,
             page_words=page_words,
             expert_shape=expert_shape,

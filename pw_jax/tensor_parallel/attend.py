@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pw_jax.models.config import ModelConfig
-from pw_jax.models.deepseek_v2 import DeepseekV2Config, pad_last, rotate_neighbours
+from pw_jax.models.deepseek_v2 import DeepseekV2Config, rotate_neighbours
 from pw_jax.models.gemma3 import Gemma3Config
 from pw_jax.models.gemma4 import Gemma4Config
-from pw_jax.models.layers import rotate
+from pw_jax.models.layers import pad_last, rotate
 from pw_jax.models.memory import Memory
 
 State = tuple[Any, dict[str, Any], Memory]  # rotary tables, norms of heads by name, memory
