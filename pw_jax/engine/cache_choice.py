@@ -41,8 +41,8 @@ def choose_cache(
         return model.kv_shapes
     if config.kv_cache == "latent" and not layers:
         raise UserError(
-            "a latent KV cache needs one device and layers whose keys and values are factored (MLA, "
-            "or a model of scripts/decompose.py), and there is none here: choose the full cache"
+            "a latent KV cache needs one device, and layers whose keys and values are factored "
+            "(MLA, or a model of scripts/decompose.py), and has not both: choose the full cache"
         )
     return tuple(
         layers[index].kept

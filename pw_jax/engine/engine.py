@@ -69,9 +69,7 @@ class Engine:
         check_experts(config, experts, placement.devices)
         on_device = dataclasses.replace(model.config, kv_shapes=model.kv_shapes)
         latents = {} if isinstance(model, ParallelModel) else latent_layers(model)
-        self.plan = plan_memory(
-            on_device, config, experts, array_bytes, placement.devices, latents
-        )
+        self.plan = plan_memory(on_device, config, experts, array_bytes, placement.devices, latents)
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)
