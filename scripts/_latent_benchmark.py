@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.device_time import device_time
 from pallas_kernels.kv_reconstruct import Rotation, UpProjections, latent_attention
 from pallas_kernels.kv_reconstruct.api import decode_shape
 from pallas_kernels.kv_reconstruct.counts import (
@@ -27,7 +28,6 @@ from pallas_kernels.kv_reconstruct.counts import (
 )
 from pallas_kernels.page_layout import PAGE_WORD_MULTIPLE, KvLayout, LatentLayout
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.device_time import device_time
 
 BATCH, DEVICES = 64, (1, 8)
 PAGE_WORDS = 16384
