@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
@@ -48,6 +49,7 @@ class CalibrateOptions:
         prompt_tokens: Length of each.
         seed: Deals prompts out for cross-validation.
         bits: Width at which prompts are compared.
+        dtype: Of the model that is run; bfloat16 halves its memory.
     """
 
     sensitivity: Kind = "fisher"
@@ -56,6 +58,7 @@ class CalibrateOptions:
     prompt_tokens: int = 128
     seed: int = 0
     bits: int = 4
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
         """Checks the numbers."""
@@ -113,7 +116,7 @@ def recalibrate(
         raise UserError(f"prompts cannot be compared at {options.bits} bits in {checkpoint}")
     tokens = _tokens(store, texts, options.tokens)
     prompts = _tokens(store, texts, options.prompts * options.prompt_tokens, options.prompt_tokens)
-    _, model = dequantized_model(store, store.widths[-1], np.float32)
+    _, model = dequantized_model(store, store.widths[-1], jnp.dtype(options.dtype))
     measure = calibrate if options.sensitivity == "fisher" else hessian
     sums = measure(
         model, tokens, report=lambda done, of: report(f"{options.sensitivity} sequences", done, of)
@@ -242,6 +245,7 @@ def _manifest(
             "prompt_tokens": options.prompt_tokens,
             "prompt_bits": options.bits,
             "seed": options.seed,
+            "dtype": options.dtype,
         },
     }
 

@@ -2,15 +2,14 @@
 
 For each text the first half is the prompt, from which a planner may learn, and the second half is
 measured. Every planner gets the same number of pages, those of all experts at one width, and
-chooses the widths of the blocks; the model then runs at these widths, its experts multiplied
-densely, which is what paged experts at these widths equal.
+chooses the widths of the blocks. The bytes are what the weights then own in a page table; the KL is
+that of `checkpoints.mixed_widths`.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +19,21 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from checkpoints.engine import StoredExperts
 from checkpoints.huggingface import MODULES, load_dense_model
-from checkpoints.store import Store, dequantized_model
+from checkpoints.mixed_widths import (
+    MixedWidths,
+    expert_layout,
+    host_pages,
+    page_table,
+    pages_held,
+    second_half,
+)
+from checkpoints.store import Store
 from pw_jax.activations import PromptDamages, prompt_damages
-from pw_jax.calibration import measure_function, moe_blocks
+from pw_jax.engine.expert_source import CalibrationCounts
+from pw_jax.engine.prompts import PromptCalibration
 from pw_jax.errors import UserError
+from pw_jax.layered_gradients import LayeredGradients
 from pw_jax.models.decoder import CausalLm
-from pw_jax.models.memory import SequenceMemory
-from pw_jax.paging.layout import choose_page_words, paging_layout
 from pw_jax.planner.config import PlannerConfig
 from pw_jax.planner.damage import conditional_damage
 from pw_jax.planner.initial import initial_bits, total_pages
@@ -34,7 +41,6 @@ from pw_jax.planner.kinds import Weighing, weigh
 from pw_jax.planner.residual import PromptSums, oracle_damage, prompt_factor
 from pw_jax.planner.routing import RoutingMass
 from pw_jax.planner.static import optimal_bits
-from pw_jax.quantizer.format import dequantize
 
 FISHER_ORACLE = "oracle_fisher"
 """Not a kind of the planner: damage from the gradients of the very text that is measured."""
@@ -48,8 +54,11 @@ PLANNERS: dict[str, PlannerConfig] = {
     "full_heads": dataclasses.replace(BASE, prompt_residual="heads"),
     "no_routing": dataclasses.replace(BASE, routing=False),
     "no_sensitivity": dataclasses.replace(BASE, sensitivity=False),
+    "no_page_movement": dataclasses.replace(BASE, page_movement=False),
     "uniform": dataclasses.replace(BASE, kind="uniform"),
-    "random": dataclasses.replace(BASE, kind="random"),
+    "random_0": dataclasses.replace(BASE, kind="random", random_seed=0),
+    "random_1": dataclasses.replace(BASE, kind="random", random_seed=1),
+    "random_2": dataclasses.replace(BASE, kind="random", random_seed=2),
     "frequency": dataclasses.replace(BASE, kind="frequency"),
     "static": dataclasses.replace(BASE, kind="static"),
     "per_layer": dataclasses.replace(BASE, kind="per_layer", prompt_residual="direct"),
@@ -62,70 +71,74 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """One planner at one budget.
+    """One planner at one budget; lists hold one number a text.
 
     Attributes:
         planner: Name in `PLANNERS`.
         budget_bits: The budget is what all experts at this width take, interpolated in between.
         budget_pages: The same in pages.
-        pages: Pages held, one number a text.
-        mean_bits: Mean width of a weight, likewise.
-        kl: Mean KL to the source over the measured positions, in nats, likewise.
+        pages: Pages that the weights own in the page table.
+        mean_bits: Mean width of a weight.
+        kl: Mean KL to the source over the measured positions, in nats.
     """
 
     planner: str
     budget_bits: float
     budget_pages: int
-    pages: list[int]
-    mean_bits: list[float]
-    kl: list[float]
+    pages: list[int] = field(default_factory=list)
+    mean_bits: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
 
 
-class MixedWidths:
-    """A converted model whose blocks may each have their own width, all widths held in float32."""
+@dataclass(frozen=True)
+class Evidence:
+    """What planners may look at.
 
-    def __init__(self, store: Store):
-        _, self.model = dequantized_model(store, store.widths[-1], np.float32)
-        self.widths = store.widths
-        graph, state = nnx.split(self.model)
-        self._leaves, treedef = jax.tree.flatten(state)
-        self.stacks: list[tuple[Array, Array]] = []
-        for layer in store.model_config.moe_layers:
-            both = []
-            for module in MODULES:
-                arrays = store.load_experts(layer, module)
-                matrices = [arrays.matrix(expert) for expert in range(arrays.experts)]
-                both.append(
-                    jnp.stack(
-                        [jnp.stack([dequantize(m, b) for m in matrices]) for b in self.widths]
-                    )
-                )
-            self.stacks.append((both[0], both[1]))
+    Attributes:
+        damage: Conditional sensitivity.
+        calibration: Routing that calibration saw.
+        prompts: Column errors and heads.
+        pages: Pages of a block of each module at each width.
+        seed_bits: Bits of the first width.
+        of_prompts: Routing mass and statistics of each text's first half.
+        of_texts: Damage from the gradients of each whole text, for `FISHER_ORACLE`.
+    """
 
-        def log_probabilities(leaves: Any, stacks: Any, width: Array, tokens: Array) -> Array:
-            running = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
-            expert = jnp.arange(width.shape[1])
-            for index, (_, experts) in enumerate(moe_blocks(running)):
-                gate_up, down = stacks[index]
-                experts.gate_up_proj.set_value(gate_up[width[index, :, 0], expert])
-                experts.down_proj.set_value(down[width[index, :, 1], expert])
-            return _second_half(running, tokens)
+    damage: Float[np.ndarray, "L E 2 W"]
+    calibration: CalibrationCounts
+    prompts: PromptCalibration
+    pages: Int[np.ndarray, "2 W"]
+    seed_bits: int
+    of_prompts: list[tuple[np.ndarray, PromptSums]]
+    of_texts: list[np.ndarray]
 
-        self._run = jax.jit(log_probabilities)
+    def choose_all(self, name: str, budget: int) -> list[Int[np.ndarray, "L E 2"]]:
+        """Widths for each text within a budget of pages."""
+        if PLANNERS[name].moves_pages:
+            return [self._choose(name, text, budget) for text in range(len(self.of_prompts))]
+        return [self._choose(name, 0, budget)] * len(self.of_prompts)
 
-    def log_probabilities(
-        self, bits: Int[np.ndarray, "L E 2"], tokens: Int32[np.ndarray, " T"]
-    ) -> Float32[Array, "half V"]:
-        """Of the second half of a text, at these widths."""
-        width = jnp.asarray(bits - self.widths[0], jnp.int32)
-        return self._run(self._leaves, self.stacks, width, jnp.asarray(tokens))
-
-
-def _second_half(model: CausalLm, tokens: Array) -> Array:
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
-    memory = SequenceMemory(jnp.ones((1, tokens.shape[0]), bool))
-    hidden = model(tokens[None], positions, memory).hidden[0, tokens.shape[0] // 2 :]
-    return jax.nn.log_softmax(model.logits(hidden))
+    def _choose(self, name: str, text: int, budget: int) -> Int[np.ndarray, "L E 2"]:
+        config = PLANNERS[name]
+        routing = RoutingMass.start(self.calibration.routing_mass, self.calibration.tokens, config)
+        mass, sums = self.of_prompts[text]
+        factor = None
+        if config.moves_pages:  # else widths were chosen before the prompt came
+            routing = routing.update(mass, sums.tokens)
+            experts = self.damage.shape[1]
+            factor = prompt_factor({0: sums}, self.prompts.heads, config, experts)
+        oracle = oracle_damage({0: sums}, self.damage)
+        weighing = weigh(config, self.damage, self.pages, routing, factor, oracle)
+        if name == FISHER_ORACLE:
+            ones = np.ones_like(weighing.multiplier)
+            weighing = Weighing(self.of_texts[text], ones, weighing.floors)
+        damage = np.array(weighing.damage)
+        if weighing.prompt_factor is not None:
+            damage = damage * weighing.prompt_factor[..., None]
+        if config.kind == "static":
+            return optimal_bits(damage, self.pages, weighing.floors, budget, self.seed_bits)
+        multiplier, floors = weighing.multiplier, weighing.floors
+        return initial_bits(damage, self.pages, multiplier, floors, budget, self.seed_bits)
 
 
 @jax.jit
@@ -133,29 +146,16 @@ def _kl(reference: Float32[Array, "half V"], ours: Float32[Array, "half V"]) -> 
     return jnp.sum(jnp.exp(reference) * (reference - ours), axis=-1).mean()
 
 
-def page_table(store: Store) -> tuple[Int[np.ndarray, "2 W"], int]:
-    """Pages of a block of each module at each width, and the bytes of a page, as in an engine."""
-    config = store.model_config
-    words = choose_page_words(
-        config.kv_shapes, kv_dtype="bfloat16", expert_shape=config.expert_shape
-    )
-    layout = paging_layout(
-        config.kv_shapes,
-        kv_dtype="bfloat16",
-        page_words=words,
-        expert_shape=config.expert_shape,
-        expert_format=StoredExperts(store).expert_format,
-        moe_layers=len(config.moe_layers),
-    )
-    assert layout.matrices is not None
-    pages = [[matrix.pages(bits) for bits in store.widths] for matrix in layout.matrices]
-    return np.array(pages), layout.page_bytes
-
-
-def budget_pages(pages: Int[np.ndarray, "2 W"], shape: tuple[int, ...], bits: float) -> int:
+def budget_pages(
+    pages: Int[np.ndarray, "2 W"], shape: tuple[int, ...], bits: float, seed_bits: int = 3
+) -> int:
     """Pages of all blocks at a width, linear between whole widths."""
+    parent = seed_bits + pages.shape[1] - 1
     low = int(np.floor(bits))
-    ends = [total_pages(np.full(shape, width), pages) for width in (low, min(low + 1, 8))]
+    ends = [
+        total_pages(np.full(shape, min(width, parent)), pages, seed_bits)
+        for width in (low, low + 1)
+    ]
     return int(ends[0] + (bits - low) * (ends[1] - ends[0]))
 
 
@@ -181,68 +181,68 @@ def compare_planners(
         UserError: No such calibration, or the wrong source.
     """
     experts = StoredExperts(store)
-    seen, prompts = experts.calibration, experts.prompt_calibration
-    if seen is None or prompts is None:
+    if experts.calibration is None or experts.prompt_calibration is None:
         raise UserError(f"{store.directory} is not calibrated; run scripts/calibrate.py first")
     report("source")
     config, model = load_dense_model(source, np.float32)
     if config != store.model_config:
         raise UserError(f"{store.directory} was not made from {source}: their config.json differ")
     graph, state = nnx.split(model)
-    forward = jax.jit(lambda state, row: _second_half(nnx.merge(graph, state), row))
+    forward = jax.jit(lambda state, row: second_half(nnx.merge(graph, state), row))
     reference = [np.asarray(forward(state, jnp.asarray(row))) for row in tokens]
     del model, state
     report("all widths")
-    mixed = MixedWidths(store)
-    layers = range(len(config.moe_layers))
-    stored = np.stack(
-        [np.stack([experts.load_experts(layer, m).damage for m in (0, 1)], 1) for layer in layers]
-    )
-    damage = conditional_damage(stored, seen.routing_mass, seen.tokens_seen, BASE.shrink_tokens)
+    mixed, layout = MixedWidths(store), expert_layout(store)
+    host = host_pages(store, layout)
     report("prompts")
-    of_prompts = _sums(mixed.model, tokens[:, : tokens.shape[1] // 2], prompts.column_weight())
-    fisher = None
-    if FISHER_ORACLE in planners:
-        measure = measure_function(mixed.model)
-        fisher = []
-        for number, row in enumerate(tokens):
-            report(f"gradients {number + 1}/{len(tokens)}")
-            fisher.append(_fisher_damage(mixed, measure, row))
-    pages, _ = page_table(store)
-    sizes = np.array([stack.shape[-2] * stack.shape[-1] for stack in mixed.stacks[0]])
+    evidence = _evidence(mixed, experts, page_table(layout), tokens, FISHER_ORACLE in planners)
+    run = jax.jit(
+        lambda leaves, stacks, index, row: second_half(mixed.at(leaves, stacks, index), row)
+    )
+    known: dict[tuple[int, bytes], tuple[int, float]] = {}  # planners often agree
     for budget in budgets:
-        limit = budget_pages(pages, damage.shape[:3], budget)
+        limit = budget_pages(evidence.pages, evidence.damage.shape[:3], budget, store.widths[0])
         for name in planners:
-            measured = Measured(name, budget, limit, [], [], [])
-            for number, row in enumerate(tokens):
-                report(f"{budget} bits, {name}, text {number + 1}/{len(tokens)}")
-                mass, sums = of_prompts[number]
-                routing = RoutingMass.start(seen.routing_mass, seen.tokens, PLANNERS[name])
-                routing = routing.update(mass, sums.tokens)
-                heads = prompts.heads
-                factor = prompt_factor({0: sums}, heads, PLANNERS[name], damage.shape[1])
-                oracle = oracle_damage({0: sums}, damage)
-                weighing = weigh(PLANNERS[name], damage, pages, routing, factor, oracle)
-                if name == FISHER_ORACLE and fisher is not None:
-                    ones = np.ones_like(weighing.multiplier)
-                    weighing = Weighing(fisher[number], ones, weighing.floors)
-                bits = _choose(PLANNERS[name], weighing, pages, limit, store.widths[0])
-                ours = mixed.log_probabilities(bits, row)
-                measured.kl.append(float(_kl(jnp.asarray(reference[number]), ours)))
-                measured.pages.append(total_pages(bits, pages))
-                measured.mean_bits.append(float((bits.mean((0, 1)) * sizes).sum() / sizes.sum()))
+            measured = Measured(name, budget, limit)
+            chosen = evidence.choose_all(name, limit)
+            for text, (row, bits) in enumerate(zip(tokens, chosen, strict=True)):
+                report(f"{budget} bits, {name}, text {text + 1}/{len(tokens)}")
+                key = text, bits.tobytes()
+                if key not in known:
+                    ours = run(mixed.leaves, mixed.stacks, mixed.index(bits), jnp.asarray(row))
+                    kl = float(_kl(jnp.asarray(reference[text]), ours))
+                    known[key] = pages_held(layout, host, bits), kl
+                held, kl = known[key]
+                measured.kl.append(kl)
+                measured.pages.append(held)
+                measured.mean_bits.append(mixed.mean_bits(bits))
             yield measured
 
 
-def _choose(
-    config: PlannerConfig, weighing: Weighing, pages: np.ndarray, limit: int, seed_bits: int
-) -> Int[np.ndarray, "L E 2"]:
-    damage = np.array(weighing.damage)
-    if weighing.prompt_factor is not None:
-        damage = damage * weighing.prompt_factor[..., None]
-    if config.kind == "static":
-        return optimal_bits(damage, pages, weighing.floors, limit, seed_bits)
-    return initial_bits(damage, pages, weighing.multiplier, weighing.floors, limit, seed_bits)
+def _evidence(
+    mixed: MixedWidths,
+    experts: StoredExperts,
+    pages: Int[np.ndarray, "2 W"],
+    tokens: np.ndarray,
+    with_gradients: bool,
+) -> Evidence:
+    seen, prompts = experts.calibration, experts.prompt_calibration
+    assert seen is not None
+    assert prompts is not None
+    stored = [
+        np.stack([experts.load_experts(layer, module).damage for module in (0, 1)], axis=1)
+        for layer in range(len(mixed.stacks))
+    ]
+    damage = conditional_damage(
+        np.stack(stored), seen.routing_mass, seen.tokens_seen, BASE.shrink_tokens
+    )
+    halves = tokens[:, : tokens.shape[1] // 2]
+    of_prompts = _sums(mixed.model, halves, prompts.column_weight())
+    of_texts = []
+    if with_gradients:
+        gradients = LayeredGradients(mixed.model)
+        of_texts = [_fisher_damage(mixed, gradients, row) for row in tokens]
+    return Evidence(damage, seen, prompts, pages, mixed.widths[0], of_prompts, of_texts)
 
 
 def _sums(
@@ -269,10 +269,10 @@ def _sums(
 
 
 def _fisher_damage(
-    mixed: MixedWidths, measure: Callable[..., Any], row: np.ndarray
+    mixed: MixedWidths, gradients: LayeredGradients, row: np.ndarray
 ) -> Float[np.ndarray, "L E 2 W"]:
     """Damage from the gradients of one text, rank-one as in calibration."""
-    _, found = measure(jnp.asarray(row, jnp.int32), jnp.ones(row.shape, bool))
+    _, found = gradients.measure(jnp.asarray(row, jnp.int32), jnp.ones(row.shape, bool))
     layers = []
     for index, stacks in enumerate(mixed.stacks):
         modules = []

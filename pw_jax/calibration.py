@@ -8,17 +8,16 @@ does the same). Only the marginals are kept: ``F_rj ~ row_r column_j / sum(colum
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Bool, Int
 
 from pw_jax.errors import UserError
+from pw_jax.layered_gradients import LayeredGradients, held_experts
 from pw_jax.models.decoder import CausalLm
-from pw_jax.models.memory import SequenceMemory
 from pw_jax.models.moe import DenseExperts
 
 SHRINK_TOKENS = 128.0
@@ -84,8 +83,8 @@ def calibrate(
 ) -> Calibration:
     """Measures sensitivities and routing on text.
 
-    One sequence at a time, and the gradient of all experts of the model at once: it needs as much
-    memory as they do, beside the activations of one sequence.
+    One sequence at a time, and the gradients of one layer at a time: it needs the memory of one
+    layer's gradients beside the model, and of one sequence's activations in that layer.
 
     Args:
         model: A model with dense experts.
@@ -99,13 +98,13 @@ def calibrate(
     """
     mask = np.ones(tokens.shape, bool) if token_mask is None else token_mask
     check_tokens(model, tokens, mask)
-    measure = measure_function(model)
+    gradients = LayeredGradients(model)
     sums: dict[str, np.ndarray] = {}
     for done, (sequence, real) in enumerate(zip(tokens, mask, strict=True), start=1):
-        loss, statistics = measure(jnp.asarray(sequence, jnp.int32), jnp.asarray(real))
-        if not np.isfinite(float(loss)):
+        loss, statistics = gradients.measure(jnp.asarray(sequence, jnp.int32), jnp.asarray(real))
+        if not np.isfinite(loss):
             raise UserError(
-                f"the model's loss on calibration sequence {done - 1} is {float(loss)}: "
+                f"the model's loss on calibration sequence {done - 1} is {loss}: "
                 "check its weights, or use float32"
             )
         for name, value in statistics.items():
@@ -141,76 +140,6 @@ def check_tokens(model: CausalLm, tokens: np.ndarray, mask: np.ndarray) -> None:
 
 
 def moe_blocks(model: CausalLm) -> list[tuple[Any, DenseExperts]]:
-    """What holds dense experts as `experts`, in order, each with these.
-
-    It is a layer's MLP, or the layer itself where experts run beside the MLP (Gemma 4).
-    """
-    layers = getattr(model.model, "layers", ())
-    blocks = [block for layer in layers for block in (layer, getattr(layer, "mlp", None))]
-    held = [(block, getattr(block, "experts", None)) for block in blocks]
-    return [(block, experts) for block, experts in held if isinstance(experts, DenseExperts)]
-
-
-class _RecordingExperts:
-    """Dense experts that also keep which experts the tokens chose."""
-
-    def __init__(self, experts: DenseExperts, chosen: list[Array]):
-        self.experts = experts
-        self.chosen = chosen
-
-    def __call__(self, x: Array, expert_ids: Array, *rest: Any) -> Array:
-        self.chosen.append(expert_ids)
-        return self.experts(x, expert_ids, *rest)
-
-
-def measure_function(model: CausalLm) -> Callable[[Array, Array], tuple[Array, dict[str, Array]]]:
-    """A jitted function from one sequence to its loss and what is summed over sequences."""
-    config = model.config
-    assert config.expert_shape is not None
-    experts_count = config.expert_shape.experts
-    graph, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(state)
-    expert_arrays = {
-        "gate_up": [experts.gate_up_proj[...] for _, experts in moe_blocks(model)],
-        "down": [experts.down_proj[...] for _, experts in moe_blocks(model)],
-    }
-
-    def loss_of(
-        arrays: dict[str, list[Array]], leaves: list[Array], tokens: Array, mask: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
-        chosen: list[Array] = []
-        for index, (block, experts) in enumerate(moe_blocks(model)):
-            experts.gate_up_proj.set_value(arrays["gate_up"][index])
-            experts.down_proj.set_value(arrays["down"][index])
-            block.experts = cast(Any, _RecordingExperts(experts, chosen))
-        positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
-        out = model(tokens[None], positions, SequenceMemory(mask[None]))
-        loss = next_token_loss(model.logits(out.hidden)[0], tokens, mask)
-        hits = jax.nn.one_hot(jnp.stack(chosen), experts_count, dtype=jnp.int32)
-        seen = jnp.sum(jnp.where(mask[None, :, None, None], hits, 0), axis=(1, 2))
-        return loss, {"routing_mass": out.routing_mass, "tokens_seen": seen}
-
-    @jax.jit
-    def measure(
-        arrays: dict[str, list[Array]], leaves: list[Array], tokens: Array, mask: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        (loss, statistics), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-            arrays, leaves, tokens, mask
-        )
-        for module, layers in gradients.items():
-            squares = [jnp.square(gradient.astype(jnp.float32)) for gradient in layers]
-            statistics[f"{module}_row"] = jnp.stack([square.sum(axis=2) for square in squares])
-            statistics[f"{module}_column"] = jnp.stack([square.sum(axis=1) for square in squares])
-        return loss, statistics
-
-    return lambda tokens, mask: measure(expert_arrays, leaves, tokens, mask)
-
-
-def next_token_loss(
-    logits: Float32[Array, "T V"], tokens: Int32[Array, "T"], mask: Bool[Array, "T"]
-) -> Float32[Array, ""]:
-    """Cross entropy of every real token that follows a real one, in nats, summed."""
-    scores = jax.nn.log_softmax(logits[:-1], axis=-1)
-    picked = jnp.take_along_axis(scores, tokens[1:, None], axis=1)[:, 0]
-    return -jnp.sum(jnp.where(mask[1:] & mask[:-1], picked, 0.0))
+    """What holds dense experts as `experts`, in order, each with these; see `held_experts`."""
+    held = [held_experts(layer) for layer in getattr(model.model, "layers", ())]
+    return [one for one in held if one is not None]

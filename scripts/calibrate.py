@@ -44,6 +44,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=defaults.prompt_tokens, help="default %(default)s")
     add("--prompt-bits", type=int, default=defaults.bits, help="compared at (default %(default)s)")
     add("--seed", type=int, default=defaults.seed)
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=defaults.dtype,
+        help="of the model; bfloat16 halves its memory (default %(default)s)",
+    )
     return parser.parse_args(argv)
 
 
@@ -81,6 +87,7 @@ def main(argv: Sequence[str] | None) -> None:
         prompt_tokens=flags.prompt_tokens,
         seed=flags.seed,
         bits=flags.prompt_bits,
+        dtype=flags.dtype,
     )
     started = time.monotonic()
     with Progress(console=progress_console()) as bar:

@@ -1,12 +1,12 @@
 """Compares planners at equal bytes: held-out KL to the float32 source, with confidence intervals.
 
     python scripts/compare_planners.py --model SOURCE --checkpoint DIR --text FILE --out JSON
+    python scripts/compare_planners.py --tables JSON...
 
-DIR is a checkpoint of scripts/calibrate.py, made from SOURCE. Prints a table in Markdown.
+DIR is a checkpoint of scripts/calibrate.py, made from SOURCE. Prints tables in Markdown.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -15,36 +15,43 @@ from typing import Any
 
 import numpy as np
 from _command import progress_console, run
+from _planner_tables import BASELINE, tables
 
-from checkpoints.compare_planners import PLANNERS, Measured, compare_planners, page_table
+from checkpoints.compare_planners import PLANNERS, Measured, compare_planners
 from checkpoints.manifest import write_json
+from checkpoints.mixed_widths import expert_layout
 from checkpoints.store import open_store
-from checkpoints.text import load_tokenizer, read_documents, sha256, token_sequences
+from checkpoints.tensor_files import read_json
+from checkpoints.text import SEQUENCE, load_tokenizer, read_documents, sha256, token_sequences
 from pw_jax.errors import UserError
-
-RESAMPLES = 10_000
-BASELINE = "uniform"
+from pw_jax.evaluation.bootstrap import RESAMPLES, interval
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the flags."""
+    """Reads the flags.
+
+    Raises:
+        UserError: A flag is missing or out of range.
+    """
     parser = argparse.ArgumentParser(description="Planners at equal bytes, by held-out KL.")
     add = parser.add_argument
-    add("--model", required=True, help="the Hugging Face folder that was converted")
-    add("--checkpoint", required=True, help="its conversion, after scripts/calibrate.py")
-    add("--text", type=Path, required=True, help='.txt, or .jsonl with "text"; not calibrated on')
-    add("--out", type=Path, required=True, help="JSON to write")
-    add("--texts", type=int, default=12, help="of 256 tokens (default %(default)s)")
+    add("--tables", type=Path, nargs="+", help="only print the tables of earlier --out files")
+    add("--model", help="the Hugging Face folder that was converted")
+    add("--checkpoint", help="its conversion, after scripts/calibrate.py")
+    add("--text", type=Path, help='.txt, or .jsonl with "text"; not calibrated on')
+    add("--out", type=Path, help="JSON to write")
+    add("--texts", type=int, default=24, help="default %(default)s")
+    add("--text-tokens", type=int, default=SEQUENCE, help="of each text (default %(default)s)")
     add("--budgets", type=float, nargs="+", default=[3.5, 4.0, 4.5, 5.0, 5.5, 6.0])
     add("--planners", nargs="+", choices=list(PLANNERS), default=list(PLANNERS))
-    return parser.parse_args(argv)
-
-
-def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """A 95% bootstrap interval of the mean over texts."""
-    picks = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
+    flags = parser.parse_args(argv)
+    if flags.tables is None and None in (flags.model, flags.checkpoint, flags.text, flags.out):
+        raise UserError("give --model, --checkpoint, --text and --out, or --tables alone")
+    if flags.texts < 2:
+        raise UserError(f"--texts must be at least 2, not {flags.texts}")
+    if not 4 <= flags.text_tokens <= SEQUENCE:
+        raise UserError(f"--text-tokens must be 4..{SEQUENCE}, not {flags.text_tokens}")
+    return flags
 
 
 def summary(rows: list[Measured], page_bytes: int) -> list[dict[str, Any]]:
@@ -57,7 +64,7 @@ def summary(rows: list[Measured], page_bytes: int) -> list[dict[str, Any]]:
             "planner": row.planner,
             "budget_bits": row.budget_bits,
             "budget_bytes": row.budget_pages * page_bytes,
-            "mean_bytes": float(np.mean(row.pages)) * page_bytes,
+            "held_bytes_of_texts": [pages * page_bytes for pages in row.pages],
             "mean_bits": float(np.mean(row.mean_bits)),
             "kl": float(kl.mean()),
             "kl_interval": interval(kl),
@@ -71,51 +78,35 @@ def summary(rows: list[Measured], page_bytes: int) -> list[dict[str, Any]]:
     return entries
 
 
-def table(entries: list[dict[str, Any]]) -> str:
-    """Markdown: a row a planner, a column a budget; KL in thousandths of a nat."""
-    budgets = sorted({entry["budget_bits"] for entry in entries})
-    names = list(dict.fromkeys(entry["planner"] for entry in entries))
-    lines = [
-        "| planner | " + " | ".join(f"{b:g} bits" for b in budgets) + " |",
-        "|---|" + "---|" * len(budgets),
-    ]
-    cells = {(entry["planner"], entry["budget_bits"]): entry for entry in entries}
-    for name in names:
-        row = []
-        for budget in budgets:
-            entry = cells.get((name, budget))
-            if entry is None:
-                row.append("")
-                continue
-            text = f"{1e3 * entry['kl']:.1f}"
-            if name != BASELINE and "kl_less_uniform" in entry:
-                low, high = (1e3 * edge for edge in entry["kl_less_uniform_interval"])
-                text += f" ({low:+.1f}..{high:+.1f})"
-            row.append(text)
-        lines.append(f"| {name} | " + " | ".join(row) + " |")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None) -> None:
     """Measures, and writes what there is after every planner."""
     flags = parse(argv)
+    if flags.tables is None:
+        measure(flags, argv if argv is not None else sys.argv[1:])
+    print(tables([read_json(path) for path in flags.tables or [flags.out]]))
+
+
+def measure(flags: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Runs the comparison and writes `--out`."""
     store = open_store(flags.checkpoint)
-    if flags.texts < 2:
-        raise UserError(f"--texts must be at least 2, not {flags.texts}")
     tokenizer = load_tokenizer(store.directory)
-    tokens = token_sequences(tokenizer, read_documents(flags.text), 256 * flags.texts)
-    _, page_bytes = page_table(store)
-    words = [Path(sys.argv[0]).name, *(argv if argv is not None else sys.argv[1:])]
-    command = " ".join(Path(word).name if "/" in word else word for word in words)
+    tokens = token_sequences(tokenizer, read_documents(flags.text), SEQUENCE * flags.texts)
+    tokens = tokens[:, : flags.text_tokens]
+    layout = expert_layout(store)
+    assert layout.matrices is not None
+    steps = [m.pages(b) - m.pages(b - 1) for m in layout.matrices for b in m.widths[1:]]
+    command = " ".join(Path(word).name if "/" in word else word for word in argv)
     report: dict[str, Any] = {
-        "command": f"python scripts/{command}",
+        "command": f"python scripts/compare_planners.py {command}",
         "text": {"name": flags.text.name, "sha256": sha256(flags.text)},
         "texts": len(tokens),
         "tokens_a_text": tokens.shape[1],
         "measured": "the second half of each text; the first is the prompt",
         "kl": "mean of KL(float32 source || planned widths) over positions, in nats",
+        "bytes": "pages that the weights own in the page table, times page_bytes",
         "intervals": f"95%, bootstrap over texts, {RESAMPLES} resamples, paired",
-        "page_bytes": page_bytes,
+        "page_bytes": layout.page_bytes,
+        "largest_step_bytes": max(steps) * layout.page_bytes,
         "calibration": store.manifest["calibration"],
     }
     rows: list[Measured] = []
@@ -127,10 +118,9 @@ def main(argv: Sequence[str] | None) -> None:
         ):
             rows.append(measured)
             report["seconds"] = round(time.monotonic() - started)
-            report["results"] = summary(rows, page_bytes)
+            report["results"] = summary(rows, layout.page_bytes)
             flags.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(flags.out, report)
-    print(table(json.loads(flags.out.read_text())["results"]))
 
 
 if __name__ == "__main__":

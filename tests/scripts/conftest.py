@@ -9,6 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from checkpoints.calibrate import CalibrateOptions, recalibrate
+from checkpoints.convert import convert
 from pw_jax.models import registry
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -52,11 +54,33 @@ def source(tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def load(monkeypatch):
+@pytest.fixture(scope="session")
+def converted(source, tmp_path_factory) -> Path:
+    return convert(source, tmp_path_factory.mktemp("converted") / "out")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    texts = [f"line {number} of a text about {number**2} things, " * 9 for number in range(9)]
+    lines = [json.dumps({"text": one}) for one in texts]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def calibrated(converted, text, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("calibrated") / "out"
+    options = CalibrateOptions(tokens=256, prompts=12, prompt_tokens=16)
+    return recalibrate(converted, [text], out, options).path
+
+
+@pytest.fixture(scope="session")
+def load():
     """Imports a script by name."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module
 
 
 @pytest.fixture

@@ -1,39 +1,15 @@
 """scripts/calibrate.py on a tiny checkpoint, and the planner flags that need it."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from checkpoints.calibrate import CalibrateOptions, recalibrate
-from checkpoints.convert import convert
 from checkpoints.engine import StoredExperts
 from checkpoints.store import open_store
 
 SIZES = ("--max-new-tokens", "5", "--max-sequence-tokens", "64", "--prefill-chunk", "16")
 SMALL = ("--tokens", "256", "--prompts", "12", "--prompt-tokens", "16")
-
-
-@pytest.fixture(scope="module")
-def converted(source, tmp_path_factory) -> Path:
-    return convert(source, tmp_path_factory.mktemp("converted") / "out")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    texts = [f"line {number} of a text about {number**2} things, " * 9 for number in range(9)]
-    lines = [json.dumps({"text": one}) for one in texts]
-    path.write_text("\n".join(lines))
-    return path
-
-
-@pytest.fixture(scope="module")
-def calibrated(converted, text, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("calibrated") / "out"
-    options = CalibrateOptions(tokens=256, prompts=12, prompt_tokens=16)
-    return recalibrate(converted, [text], out, options).path
 
 
 def test_the_calibration_and_its_provenance_are_stored(converted, calibrated, text):
@@ -58,7 +34,7 @@ def test_the_calibration_and_its_provenance_are_stored(converted, calibrated, te
 
 def test_the_hessian_variant_tells_tokens_and_heads(command, converted, text, tmp_path):
     flags = ("--checkpoint", converted, "--text", text, "--out", tmp_path / "h", *SMALL)
-    code, out, _ = command("calibrate", *flags, "--sensitivity", "hessian")
+    code, out, _ = command("calibrate", *flags, "--sensitivity", "hessian", "--dtype", "bfloat16")
     assert code == 0
     assert "tokens an expert" in out
     assert "heads of down" in out
