@@ -27,8 +27,9 @@ from pw_jax.engine.sampling import GREEDY
 from pw_jax.errors import UserError
 from pw_jax.planner.config import PlannerConfig
 
-FLOORS = PlannerConfig(bucket_floors=(4, 4, 4))
-"""All experts may fall to four bits: at three this small model begins to repeat itself."""
+PLANNER = PlannerConfig(bucket_floors=(4, 4, 4), raise_turns=2)
+"""All experts may fall to four bits: at three this small model begins to repeat itself. Raises are
+committed by count, so that the texts are the same each time."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None) -> None:
     except OSError as error:
         raise UserError(f"cannot read --prompts {flags.prompts}: {error}") from None
     prompts = [line for line in lines if line.strip()]
-    config = EngineConfig(slots=flags.slots, max_sequence_tokens=256, planner=FLOORS)
+    config = EngineConfig(slots=flags.slots, max_sequence_tokens=256, planner=PLANNER)
     roomy = generate(flags.model, prompts, config, flags.max_new_tokens)
     config = dataclasses.replace(config, memory_budget_bytes=tight_budget(roomy.engine))
     tight = generate(flags.model, prompts, config, flags.max_new_tokens)

@@ -1,4 +1,4 @@
-"""Draws a trace of scripts/generate.py: who holds the pages, and how many bits experts have.
+"""Draws a trace of scripts/generate.py: who holds the pages, widths of experts, and moves.
 
 python scripts/plot_trace.py trace.jsonl --out trace.png
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # before pyplot: no screen is needed
 
@@ -40,9 +41,9 @@ def plot(traces: Mapping[str, Records], path: Path) -> None:
         path: The PNG to write.
     """
     figure, axes = plt.subplots(
-        2, len(traces), figsize=(6 * len(traces), 6), sharex="col", squeeze=False
+        3, len(traces), figsize=(6 * len(traces), 8), sharex="col", squeeze=False
     )
-    for (pages, bits), (title, records) in zip(axes.T, traces.items(), strict=True):
+    for (pages, bits, moves), (title, records) in zip(axes.T, traces.items(), strict=True):
         steps = [record["step"] for record in records]
         held = [
             [record[f"{owner}_pages"] for record in records] for owner in ("weight", "kv", "free")
@@ -56,11 +57,28 @@ def plot(traces: Mapping[str, Records], path: Path) -> None:
         pages.set(title=title, ylabel="pages of the pool")
         pages.legend(loc="lower right")
         bits.plot(steps, [record["mean_bits"] for record in records], color="#4477aa")
-        bits.set(xlabel="step", ylabel="mean bits of an expert weight", ylim=(2.5, 8.5))
+        bits.set(ylabel="mean bits of an expert weight", ylim=(2.5, 8.5))
         bits.grid(alpha=0.3)
+        _draw_moves(moves, steps, records)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _draw_moves(axes: Any, steps: Sequence[int], records: Records) -> None:
+    """Blocks raised above the axis and lowered below it, and preemptions as lines across."""
+    raised, lowered, preempted = (
+        np.diff([0, *(record[name] for record in records)])
+        for name in ("raised", "lowered", "preemptions")
+    )
+    axes.bar(steps, raised, width=1.0, color="#228833", label="raised")
+    axes.bar(steps, -lowered, width=1.0, color="#aa3377", label="lowered")
+    for number, step in enumerate(np.array(steps)[preempted > 0]):
+        label = "preempted" if number == 0 else None
+        axes.axvline(step, color="black", linestyle=":", linewidth=1, label=label)
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.set(xlabel="step", ylabel="blocks in a step")
+    axes.legend(loc="lower right")
 
 
 def main(argv: Sequence[str] | None) -> None:

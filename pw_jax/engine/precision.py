@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.engine.prompts import RunningPrompts
 from pw_jax.engine.trace import PlanEvent
-from pw_jax.paging.allocator import OutOfPagesError, PageAllocator
+from pw_jax.paging.allocator import OutOfPagesError, Owner, PageAllocator
 from pw_jax.paging.expert_slices import slice_experts
 from pw_jax.paging.host_pages import Block, HostPages, Transfer
 from pw_jax.paging.layout import MODULES, PagingLayout
@@ -25,6 +25,8 @@ from pw_jax.planner.plan import Plan, PlanInputs, plan_release, plan_restore
 from pw_jax.planner.routing import RoutingMass
 from pw_jax.planner.static import optimal_bits
 from sharding.placement import Placement
+
+_NO_PAGES = np.zeros(0, np.int32)
 
 
 class _Nothing(NamedTuple):
@@ -104,6 +106,7 @@ class Precision:
         self._step = 0
         self._nothing: _Nothing | None = None
         self._last_change = np.zeros(damage.shape[:3], np.int64)
+        self._started: dict[Block, int] = {}  # raises on the way, and the step they began at
         self._seen_mass = np.zeros(routing.mass.shape)
         self._seen_tokens = 0
 
@@ -187,7 +190,7 @@ class Precision:
         """Pages that lowering everything to its floor, and dropping raises, would free."""
         if not self._config.moves_pages:
             return 0
-        return len(self.table.used_pages()) - int(
+        return self._allocator.owned(Owner.WEIGHT) - int(
             np.minimum(self._floor_sizes(), self._sizes(self.table.bits)).sum()
         )
 
@@ -252,7 +255,7 @@ class Precision:
             restore: False while sequences wait for pages, which they need more.
         """
         self._step += 1
-        landed, failed = self._mover.settled()
+        landed, failed = self._mover.settled(self._due())
         for block in failed:
             self._fail(block)
         transfers: list[Transfer] = []
@@ -260,34 +263,44 @@ class Precision:
             transfers += self._mover.take(block)
             self._event("commit", blocks=[[*block, self._bits(block), self.table.loading[block]]])
             self.table.commit_raise(block)
+            del self._started[block]
             self._last_change[block] = self._step
             self.raised += 1
-        pool = self._mover.write(pool, transfers)
+        pool = self._mover.scatter(pool, transfers)
         if restore and self._config.moves_pages:
             self._start_raises()
         return pool
+
+    def _due(self) -> list[Block] | None:
+        """Raises whose turn has come; None if time decides, see `PlannerConfig.raise_turns`."""
+        turns = self._config.raise_turns
+        if turns is None:
+            return None
+        return [block for block, step in self._started.items() if self._step - step >= turns]
 
     def _lower(self, pool: jax.Array, pages: int) -> jax.Array:
         plan = plan_release(self._inputs(self._not_loading()), pages)
         self._plan_event("release", plan, pages)
         steps: list[tuple[Block, int]] = [((s.layer, s.expert, s.module), s.to_bits) for s in plan]
+        images = [Transfer(self.table.table_image(*step), _NO_PAGES) for step in steps]
         try:  # the new tables travel first: after that, nothing can fail between commit and write
-            images = self._mover.send(self.table.table_image(*step) for step in steps)
+            sent = self._mover.send(images)
         except RuntimeError:
             self.failed += len(steps)
             self._event("failed", blocks=[[*block, self._bits(block), to] for block, to in steps])
             return pool
         transfers = []
-        for (block, bits), image in zip(steps, images, strict=True):
-            transfers += [Transfer(image, t.ids) for t in self.table.lower(block, bits)]
+        for (block, bits), table in zip(steps, sent, strict=True):
+            transfers += [Transfer(table.image, t.ids) for t in self.table.lower(block, bits)]
             self._last_change[block] = self._step
             self.lowered += 1
-        return self._mover.write(pool, transfers)
+        return self._mover.scatter(pool, transfers)
 
     def _cancel(self, block: Block) -> None:
         self._mover.take(block)
         self._event("cancel", blocks=[[*block, self._bits(block), self.table.loading[block]]])
         self.table.cancel_raise(block)
+        del self._started[block]
 
     def _fail(self, block: Block) -> None:
         self.failed += 1
@@ -314,17 +327,21 @@ class Precision:
             self._nothing = _Nothing(until, available, histogram)
             return
         self._plan_event("restore", plan, available)
+        moves: dict[Block, list[Transfer]] = {}
         for step in plan:
             block: Block = (step.layer, step.expert, step.module)
             try:
-                transfers = self.table.begin_raise(block, step.to_bits)
+                moves[block] = self.table.begin_raise(block, step.to_bits)
             except OutOfPagesError:  # the old table is held until the new one has landed
-                return
-            try:
-                self._mover.start(block, transfers)
-            except RuntimeError:
-                self.failed += 1
-                self._event("failed", blocks=[[*block, self._bits(block), step.to_bits]])
+                break
+        try:
+            self._mover.start(moves)
+            self._started |= dict.fromkeys(moves, self._step)
+        except RuntimeError:
+            loading = self.table.loading
+            self.failed += len(moves)
+            self._event("failed", blocks=[[*b, self._bits(b), loading[b]] for b in moves])
+            for block in moves:
                 self.table.cancel_raise(block)
                 self._last_change[block] = self._step
 

@@ -1,6 +1,6 @@
 """Copies page images from the host into the pool."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from sharding.placement import Placement
 
 BATCH = 8
 """Transfers of one compiled write; shorter batches are padded with writes to page 0."""
+
+LOAD_BATCH = 64
+"""Transfers that are sent at once when a model is loaded."""
 
 
 def _write(pool: jax.Array, *images_and_ids: jax.Array) -> jax.Array:
@@ -53,13 +56,24 @@ class Mover:
             self._writers[size] = compiled.lower(pool, *(image,) * BATCH, ids).compile()
 
     def write(self, pool: jax.Array, transfers: Iterable[Transfer]) -> jax.Array:
-        """Writes transfers into the pool, before anything that uses the returned pool.
+        """Sends transfers and writes them into the pool, before anything that uses the returned.
+
+        Returns:
+            The pool; the one given is donated.
+        """
+        transfers = list(transfers)
+        for first in range(0, len(transfers), LOAD_BATCH):
+            pool = self.scatter(pool, self.send(transfers[first : first + LOAD_BATCH]))
+        return pool
+
+    def scatter(self, pool: jax.Array, sent: Iterable[Transfer]) -> jax.Array:
+        """Writes transfers whose images are on the device into the pool.
 
         Returns:
             The pool; the one given is donated.
         """
         by_size: dict[int, list[Transfer]] = {}
-        for transfer in transfers:
+        for transfer in sent:
             by_size.setdefault(len(transfer.ids), []).append(transfer)
             self.bytes_moved += transfer.nbytes
         for size, group in by_size.items():
@@ -68,31 +82,35 @@ class Mover:
                 spare = BATCH - len(batch)
                 ids = np.zeros(BATCH * size, np.int32)
                 ids[: len(batch) * size] = np.concatenate([transfer.ids for transfer in batch])
-                images = self.send(transfer.image for transfer in batch)
-                pool = self._writers[size](pool, *images, *[self._padding[size]] * spare, ids)
+                images = (*(t.image for t in batch), *[self._padding[size]] * spare)
+                pool = self._writers[size](pool, *images, ids)
         return pool
 
-    def send(self, images: Iterable[jax.Array]) -> list[jax.Array]:
-        """Copies images to the device, in one call; those that are there stay."""
-        return jax.device_put(list(images), self._target)
+    def send(self, transfers: Sequence[Transfer]) -> list[Transfer]:
+        """Copies images to the device in one call, which is most of the cost of small ones."""
+        images = jax.device_put([transfer.image for transfer in transfers], self._target)
+        return [Transfer(image, t.ids) for image, t in zip(images, transfers, strict=True)]
 
-    def start(self, block: Block, transfers: Iterable[Transfer]) -> None:
+    def start(self, moves: Mapping[Block, Sequence[Transfer]]) -> None:
         """Starts copies that run beside the steps; if one cannot be started, none is."""
-        transfers = list(transfers)
-        images = self.send(transfer.image for transfer in transfers)
-        self._staged[block] = [
-            Transfer(image, transfer.ids) for image, transfer in zip(images, transfers, strict=True)
-        ]
+        sent = iter(self.send([transfer for own in moves.values() for transfer in own]))
+        for block, own in moves.items():
+            self._staged[block] = [next(sent) for _ in own]
 
-    def settled(self) -> tuple[list[Block], list[Block]]:
+    def settled(self, due: Iterable[Block] | None = None) -> tuple[list[Block], list[Block]]:
         """Blocks all of whose copies have arrived on the device, and those with a failed one.
 
-        Does not wait.
+        Args:
+            due: Looks at these only, and waits for their copies; None looks at all and does not
+                wait.
         """
         landed, failed = [], []
-        for block, transfers in self._staged.items():
+        for block in self._staged if due is None else due:
+            images = [transfer.image for transfer in self._staged[block]]
             try:
-                if all(transfer.image.is_ready() for transfer in transfers):  # pyright: ignore
+                if due is not None:
+                    jax.block_until_ready(images)
+                if all(image.is_ready() for image in images):  # pyright: ignore
                     landed.append(block)
             except RuntimeError:  # what JAX raises for a copy that went wrong
                 failed.append(block)

@@ -193,20 +193,16 @@ class WeightPageTable:
         They are replaced whole and never written, so a step keeps what it was given.
         """
         if self._snapshot is None:
-            gate_up, down = (
-                ModulePages(
-                    *jax.device_put(
-                        (
-                            self._bits[:, :, module].astype(np.int32),
-                            self._planes[module].copy(),
-                            self._tables[module].copy(),
-                        ),
-                        self._sharding,
+            gate_up, down = jax.device_put(
+                [
+                    (self._bits[:, :, module].astype(np.int32), planes.copy(), tables.copy())
+                    for module, (planes, tables) in enumerate(
+                        zip(self._planes, self._tables, strict=True)
                     )
-                )
-                for module in range(len(MODULES))
+                ],
+                self._sharding,
             )
-            self._snapshot = gate_up, down
+            self._snapshot = ModulePages(*gate_up), ModulePages(*down)
         return self._snapshot
 
     def used_pages(self) -> Int32[np.ndarray, " count"]:

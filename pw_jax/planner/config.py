@@ -32,6 +32,9 @@ class PlannerConfig:
         half_life_tokens: Tokens after which the weight of older routing has halved.
         release_watermark_blocks: Free KV blocks to keep (a block is one page in every layer).
             With this many or fewer left, weight pages are released.
+        release_extra_blocks: Blocks that a release frees beyond the one above the mark that the
+            paper asks for, so that not every new block takes a plan; at most up to the restore
+            mark.
         restore_watermark_blocks: Free KV blocks above which precision is restored; only the pages
             above this mark are spent. Above the release mark, so that the two do not chase each
             other.
@@ -39,6 +42,9 @@ class PlannerConfig:
             that copies do not crowd the link and plans stay fresh.
         restore_residence_steps: Steps for which a block keeps its width before it may be restored.
             Releases do not wait: running out of pages is worse than moving a block twice.
+        raise_turns: Steps after which a raise is committed, waiting for its copies if need be, so
+            that runs under pressure repeat exactly. None commits it at the first step that finds
+            them landed, which is a matter of time, and never waits.
         shrink_tokens: Calibration tokens that the mean of the layer counts for when the sensitivity
             of a rarely routed expert is drawn towards it.
         kind: What decides; all but "full" are there to compare with.
@@ -61,9 +67,11 @@ class PlannerConfig:
     bucket_hysteresis: float = 0.15
     half_life_tokens: float = 512.0
     release_watermark_blocks: int = 4
+    release_extra_blocks: int = 8
     restore_watermark_blocks: int = 16
     restore_pages_per_step: int = 256
     restore_residence_steps: int = 32
+    raise_turns: int | None = None
     shrink_tokens: float = 128.0
     kind: PlannerKind = "full"
     routing: bool = True
@@ -94,11 +102,16 @@ class PlannerConfig:
             raise ValueError("half_life_tokens must be above 0")
         if not 0 <= self.release_watermark_blocks < self.restore_watermark_blocks:
             raise ValueError("need 0 <= release_watermark_blocks < restore_watermark_blocks")
-        if min(self.restore_residence_steps, self.restore_pages_per_step, self.shrink_tokens) < 0:
-            raise ValueError(
-                "restore_residence_steps, restore_pages_per_step and shrink_tokens must not be "
-                "negative"
-            )
+        for name in (
+            "release_extra_blocks",
+            "restore_residence_steps",
+            "restore_pages_per_step",
+            "shrink_tokens",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        if self.raise_turns is not None and self.raise_turns < 1:
+            raise ValueError("raise_turns must be at least 1, or None")
         for name, allowed in (("kind", PlannerKind), ("prompt_residual", PromptMode)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}")

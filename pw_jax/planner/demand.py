@@ -9,9 +9,10 @@ from pw_jax.planner.config import PlannerConfig
 def pages_to_release(
     config: PlannerConfig, free_pages: int, kv_block_pages: int, pending_pages: int = 0
 ) -> int:
-    """Pages that the KV cache needs from the weights: just enough for one block above the mark.
+    """Pages that the KV cache needs from the weights: for one block above the mark, and some more.
 
-    This is the paper's equation (7), ``max(0, T + 1 - F) * B``, counted in pages.
+    Without `release_extra_blocks` this is the paper's equation (7), ``max(0, T + 1 - F) * B``,
+    counted in pages.
 
     Args:
         config: The constants.
@@ -20,8 +21,11 @@ def pages_to_release(
         pending_pages: Pages of releases already planned but not yet committed. They count as
             supply; without them a spike of pressure would lower twice as many blocks as needed.
     """
-    wanted = (config.release_watermark_blocks + 1) * kv_block_pages
-    return max(0, wanted - free_pages - pending_pages)
+    mark, supply = config.release_watermark_blocks + 1, free_pages + pending_pages
+    if supply >= mark * kv_block_pages:
+        return 0
+    extra = min(config.release_extra_blocks, max(0, config.restore_watermark_blocks - mark))
+    return (mark + extra) * kv_block_pages - supply
 
 
 def pages_to_restore(

@@ -103,6 +103,7 @@ def _best_finish(
             continue
         here, floor = damage[:, columns], blocks.lowest[columns]
         came, left = arrives[:, columns], leaves[:, columns]
+        earliest = came.min(axis=1)  # before that step, no block stands at the width
         for source in range(widths):
             targets = (
                 range(source - 1, -1, -1) if direction == RELEASE else range(source + 1, widths)
@@ -119,6 +120,8 @@ def _best_finish(
                     taken = int(np.searchsorted(sizes, amount - size, side="right")) - 1
                     if taken < 0:
                         continue
+                if taken <= earliest[source]:
+                    continue
                 stands = (came[source] < taken) & (taken <= left[source]) & (floor <= target)
                 extra = np.where(stands, here[target] - here[source], np.inf)
                 chosen = int(extra.argmin())

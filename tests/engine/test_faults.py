@@ -90,7 +90,7 @@ def test_a_copy_that_fails_on_its_way_leaves_the_old_width(engine, monkeypatch):
     loading = list(precision.table.loading)
     assert loading
     with monkeypatch.context() as patch:
-        patch.setattr(mover, "settled", lambda: ([], loading))
+        patch.setattr(mover, "settled", lambda due: ([], loading))
         advance(engine, restore=False)
     assert not precision.table.loading
     assert mover.staged_bytes == 0

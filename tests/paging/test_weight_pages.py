@@ -114,7 +114,7 @@ def test_random_moves_keep_pool_and_table_in_step(paged):
         elif target < old:
             pool = paged.mover.write(pool, paged.table.lower(block, target))
         elif target > old:
-            paged.mover.start(block, paged.table.begin_raise(block, target))
+            paged.mover.start({block: paged.table.begin_raise(block, target)})
         check(paged, pool)
 
 

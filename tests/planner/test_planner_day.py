@@ -1,6 +1,7 @@
 """The planner over many steps: demand, moves in flight and routing all change."""
 
 import dataclasses
+import itertools
 import time
 
 import numpy as np
@@ -76,7 +77,9 @@ def test_page_accounts_stay_exact(seed):
 
 
 def test_watermarks():
-    config = PlannerConfig(release_watermark_blocks=4, restore_watermark_blocks=10)
+    config = PlannerConfig(
+        release_watermark_blocks=4, release_extra_blocks=0, restore_watermark_blocks=10
+    )
     # Equation (7): one block above the mark, no more.
     assert pages_to_release(config, free_pages=4, kv_block_pages=1) == 1
     assert pages_to_release(config, free_pages=5, kv_block_pages=1) == 0
@@ -86,8 +89,13 @@ def test_watermarks():
     assert pages_to_restore(config, free_pages=25, kv_block_pages=2) == 5
     assert pages_to_restore(config, free_pages=25, kv_block_pages=2, reserved_pages=4) == 1
     assert pages_to_restore(config, free_pages=9999, kv_block_pages=2) == 256
-    for free in range(60):
-        both = pages_to_release(config, free, 3), pages_to_restore(config, free, 3)
+    more = dataclasses.replace(config, release_extra_blocks=3)
+    assert pages_to_release(more, free_pages=9, kv_block_pages=2) == 7  # 5 + 3 blocks, 9 are there
+    assert pages_to_release(more, free_pages=10, kv_block_pages=2) == 0
+    most = dataclasses.replace(config, release_extra_blocks=99)
+    assert pages_to_release(most, free_pages=9, kv_block_pages=2) == 11  # up to the restore mark
+    for free, of in itertools.product(range(60), (config, more, most)):
+        both = pages_to_release(of, free, 3), pages_to_restore(of, free, 3)
         assert min(both) == 0
 
 
