@@ -110,7 +110,7 @@ def host_pages(store: Store, layout: PagingLayout) -> HostPages:
     host, experts = HostPages(layout, host_memory()), StoredExperts(store)
     for layer in range(layout.moe_layers):
         for module in range(len(MODULES)):
-            host.add(layer, module, experts.load_experts(layer, module))
+            host.add(layer, module, [experts.load_experts(layer, module)])
     return host
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks on GPUs.
+"""Benchmarks; most are for GPUs.
 
 python scripts/benchmark.py kernels --json docs/results/h200/kernels.json
 python scripts/benchmark.py tp --config CONFIG --json docs/results/multi_gpu/nvlink.json
@@ -6,6 +6,8 @@ python scripts/benchmark.py engine --model DIR_OR_FILE --batch 1 --bits 4 --json
 python scripts/benchmark.py experts --json PATH
 python scripts/benchmark.py transformers --model DIR_OR_FILE --batch 1 --json PATH
 python scripts/benchmark.py latent-kv --json docs/results/h200/latent_kv.json
+python scripts/benchmark.py ramp --shape qwen1.5-moe --json docs/results/h200/kv_ramp.json
+python scripts/benchmark.py plan --json docs/results/cpu/planning.json
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any, get_args
 
 import jax
 from _command import run as run_command
+from _ramp_benchmark import SHAPES
 from _tp_benchmark import (
     WORKLOADS,
     AloneRecord,
@@ -39,7 +42,7 @@ from sharding.layouts import LAYOUTS
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the flags."""
-    parser = argparse.ArgumentParser(description="Benchmarks on GPUs.")
+    parser = argparse.ArgumentParser(description="Benchmarks; most are for GPUs.")
     commands = parser.add_subparsers(dest="command", required=True)
     kernels = commands.add_parser("kernels", help="expert products against bfloat16")
     kernels.add_argument("--json", type=Path, required=True, help="where results go")
@@ -82,6 +85,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     latent = commands.add_parser("latent-kv", help="attention over latents against full KV")
     latent.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="tokens")
     latent.add_argument("--json", type=Path, required=True, help="where results go")
+    ramp = commands.add_parser("ramp", help="decoding while keys and values ramp up and down")
+    ramp.add_argument("--shape", choices=list(SHAPES), default="small", help="default %(default)s")
+    ramp.add_argument("--layers", type=int, default=4, help="default %(default)s")
+    ramp.add_argument("--steady", type=int, default=2, help="sequences throughout")
+    ramp.add_argument("--burst", type=int, default=6, help="sequences that come and go")
+    ramp.add_argument("--burst-tokens", type=int, default=128, help="of each (default %(default)s)")
+    ramp.add_argument("--quiet-turns", type=int, default=48, help="before the burst")
+    ramp.add_argument("--prompt-tokens", type=int, default=32, help="default %(default)s")
+    ramp.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    ramp.add_argument("--implementation", choices=("auto", "xla", "pallas"), default="auto")
+    ramp.add_argument("--json", type=Path, required=True, help="where results go")
+    plan = commands.add_parser("plan", help="time to plan 40,000 steps, on one CPU core")
+    plan.add_argument("--json", type=Path, required=True, help="where results go")
     return parser.parse_args(argv)
 
 
@@ -92,6 +108,48 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--input-len", type=int, default=128, help="tokens of a prompt (default %(default)s)")
     add("--output-len", type=int, default=128, help="tokens to generate (default %(default)s)")
     add("--json", type=Path, required=True, help="where results go")
+
+
+def ramp(arguments: argparse.Namespace) -> None:
+    """The ``ramp`` command."""
+    from _ramp_benchmark import Ramp, make_engine, measure, model_config, report
+
+    load = Ramp(
+        steady=arguments.steady,
+        burst=arguments.burst,
+        quiet_turns=arguments.quiet_turns,
+        burst_tokens=arguments.burst_tokens,
+        prompt_tokens=arguments.prompt_tokens,
+    )
+    config = model_config(arguments.shape, arguments.layers)
+    engine = make_engine(config, load, arguments.dtype, arguments.implementation)
+    found = measure(engine, load)
+    print(report(found))
+    _write_one(arguments.json, {"shape": arguments.shape, "layers": arguments.layers, **found})
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """The ``plan`` command."""
+    from _plan_benchmark import measure
+
+    found = measure()
+    print(
+        f"{found['steps']} steps: median {found['median_ms']:.2f} ms, "
+        f"least {found['least_ms']:.2f} ms, of {found['runs']} runs; on the core itself "
+        f"{found['median_cpu_ms']:.2f} and {found['least_cpu_ms']:.2f} ms"
+    )
+    _write_one(arguments.json, found)
+
+
+def _write_one(path: Path, found: dict[str, Any]) -> None:
+    header = {
+        "command": " ".join(["python", "scripts/benchmark.py", *sys.argv[1:]]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(header | found, indent=1) + "\n")
 
 
 def kernels(arguments: argparse.Namespace) -> None:
@@ -273,7 +331,7 @@ def latent_kv(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command."""
     arguments = parse(argv)
-    commands = (kernels, tp, engine, experts, transformers, latent_kv)
+    commands = (kernels, tp, engine, experts, transformers, latent_kv, ramp, plan)
     named = {command.__name__.replace("_", "-"): command for command in commands}
     named[arguments.command](arguments)
 

@@ -19,6 +19,7 @@ from pw_jax.paging.memory import PagedMemory
 from pw_jax.paging.mover import Mover
 from pw_jax.paging.weight_pages import WeightPageTable
 from pw_jax.planner.initial import total_pages
+from sharding.placement import Placement
 
 TOKENS = np.random.default_rng(1).integers(0, 96, 12).astype(np.int32)
 
@@ -35,7 +36,9 @@ def test_they_equal_paged_experts(store, bits):
     allocator = PageAllocator(2000)
     table = WeightPageTable(layout, allocator, host_pages(store, layout))
     pool = jnp.zeros((2000, layout.page_words), jnp.uint32)
-    pool = Mover(layout, pool).write(pool, table.place(bits.astype(np.int8)))
+    pool = Mover(layout, pool, Placement.on_one_device()).write(
+        pool, table.place(bits.astype(np.int8))
+    )
     (group,) = layout.kv_groups
     blocks = group.blocks(len(TOKENS))
     own = allocator.take(2 * blocks, Owner.KV).reshape(2, 1, blocks)
