@@ -56,7 +56,7 @@ def write_kv(
 
 
 def pack_latents(
-    parts: Sequence[Float[Array, "M n"]], layout: LatentLayout
+    parts: Sequence[Float[Array, "M _"]], layout: LatentLayout
 ) -> UInt32[Array, "M words"]:
     """Turns the parts of M tokens' latents into rows of the layout; empty parts are left out."""
     rows = []
