@@ -27,6 +27,7 @@ from pallas_kernels.attention import masked_attention
 from pw_jax.engine.kv_cache import KvCache
 from pw_jax.engine.precision import Precision
 from pw_jax.engine.sequence import Request, Sequence
+from pw_jax.models.latent import Latents
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.planner.config import PlannerConfig
 from pw_jax.planner.initial import total_pages
@@ -119,6 +120,19 @@ class GrowingMemory:
             values=(*self.values[:layer], values, *self.values[layer + 1 :]),
         )
         return out, memory
+
+    def attend_latents(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        latents: Latents,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Float[Array, "B T N Hv"], "GrowingMemory"]:
+        """Keeps the heads that the latents make, and attends to them."""
+        k, v = latents.heads()
+        return self.attend(layer, q, k, v, scale=scale, window=window, soft_cap=None)
 
 
 @dataclass(frozen=True)
