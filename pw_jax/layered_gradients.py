@@ -140,7 +140,8 @@ def next_token_loss(
 def _first(model: _Structure, leaves: list[Array], tokens: Array) -> tuple[Array, Any]:
     running = model.with_arrays(leaves)
     x = running.embed(tokens[None])
-    return x, running.ropes(jnp.arange(tokens.shape[0], dtype=jnp.int32)[None], x.dtype)
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+    return x, running.ropes(running.config, positions, x.dtype)
 
 
 def _last(
