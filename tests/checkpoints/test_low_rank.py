@@ -165,14 +165,8 @@ def test_full_ranks_generate_what_the_dense_model_does(tmp_path, source, family)
     assert config == read_model_ranks(result.directory)[0]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "deepseek_v2_lite",
-        pytest.param("gemma3_text", marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v2_lite", "gemma3_text", "qwen2_moe"])
 def test_experts_and_latents_generate_the_same_over_devices(tmp_path, source, text, family):
     out = decompose(source, tmp_path / "out", options(text, ratio=0.7, allotment="uniform"))
     assert any(name.endswith("o_proj") for name in out.ranks)

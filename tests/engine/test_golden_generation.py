@@ -43,7 +43,12 @@ def pageable(name: str) -> bool:
     return shape.embed % WORD_BITS == 0 and shape.ffn % WORD_BITS == 0
 
 
-PAGEABLE = [name for name in TINY if pageable(name)]
+PAGEABLE = [
+    # latent attention from pages has tests of its own; compiling it with experts takes long
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith("deepseek") else name
+    for name in TINY
+    if pageable(name)
+]
 
 
 @pytest.mark.parametrize("name", PAGEABLE)

@@ -83,6 +83,7 @@ def test_the_engine_writes_the_same_over_a_mesh(name, layout, devices):
     assert all(0 <= token < model.config.vocab_size for g in again for token in g.tokens)
 
 
+@pytest.mark.slow
 def test_experts_in_pages_are_sliced_over_a_mesh(experts):
     """At the highest width and, after all are lowered, at the floors."""
     planner = PlannerConfig(restore_watermark_blocks=10**6)  # what is lowered stays so

@@ -90,6 +90,7 @@ def test_the_factor_lives_as_long_as_its_sequences(calibrated, mode):
     assert all(len(s.generated) == 6 for s in sequences)
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_statistics(calibrated):
     prompts = some_prompts(9, 30)
     plain, direct = (
@@ -99,6 +100,7 @@ def test_tokens_do_not_depend_on_the_statistics(calibrated):
     assert [g.tokens for g in plain] == [g.tokens for g in direct]
 
 
+@pytest.mark.slow
 def test_what_the_device_holds_for_it_is_in_the_budget(calibrated):
     plain, direct = (engine_with(calibrated, prompt_residual=m) for m in ("off", "direct"))
     assert direct.plan.array_bytes - plain.plan.array_bytes == 4 * LAYERS * EXPERTS * WIDTH
