@@ -39,7 +39,8 @@ def test_full_rank_computes_what_the_dense_model_does(name):
 def test_a_low_rank_model_equals_the_dense_one_of_the_product():
     found, weights = dense("opt")
     names = [f"model.decoder.layers.0.self_attn.{n}_proj" for n in ("q", "k", "v")]
-    ranks = dict(zip([*names, "model.decoder.layers.1.fc2"], (5, 7, 11, 3), strict=True))
+    chosen: tuple[int, ...] = (5, 7, 11, 3)
+    ranks = dict(zip([*names, "model.decoder.layers.1.fc2"], chosen, strict=True))
     parts = golden.factored(weights, ranks)
     product = dict(weights)
     for name in ranks:
