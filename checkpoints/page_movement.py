@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Int32
 from checkpoints.engine import StoredExperts
 from checkpoints.mixed_widths import MixedWidths, expert_layout, page_table
 from checkpoints.store import Store
-from pallas_kernels.attention import masked_attention
+from pallas_kernels.attention import causal_mask, masked_attention
 from pw_jax.engine.kv_cache import KvCache
 from pw_jax.engine.precision import Precision
 from pw_jax.engine.sequence import Request, Sequence
@@ -108,10 +108,7 @@ class GrowingMemory:
             for old, new in ((self.keys, k), (self.values, v))
         )
         places = self.start + jnp.arange(self.count)
-        ahead = places[:, None] - jnp.arange(keys.shape[1])[None, :]
-        allowed = ahead >= 0
-        if window is not None:
-            allowed &= ahead < window
+        allowed = causal_mask(places, jnp.arange(keys.shape[1]), window)
         mask = jnp.broadcast_to(allowed, (q.shape[0], *allowed.shape))
         out = masked_attention(q, keys, values, mask, scale=scale, soft_cap=soft_cap)
         memory = dataclasses.replace(

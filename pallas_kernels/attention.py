@@ -1,7 +1,22 @@
 """Attention over keys and values given as plain arrays: the reference for every paged form."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+
+def causal_mask(
+    queries: Int[Array, " T"], keys: Int[Array, " S"], window: int | None
+) -> Bool[Array, "T S"]:
+    """True where a query may see a key: not ahead of it, and less than ``window`` tokens behind.
+
+    Args:
+        queries: Positions of the queries.
+        keys: Positions of the keys.
+        window: Tokens that a query sees, itself included; None for all.
+    """
+    ahead = queries[:, None] - keys[None, :]
+    allowed = ahead >= 0
+    return allowed if window is None else allowed & (ahead < window)
 
 
 def masked_attention(

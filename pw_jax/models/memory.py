@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention import masked_attention
+from pallas_kernels.attention import causal_mask, masked_attention
 from pw_jax.models.latent import Latents
 
 
@@ -89,11 +89,7 @@ class SequenceMemory:
         """Attends within the sequences; rows of padding are computed and mean nothing."""
         del layer
         index = jnp.arange(q.shape[1])
-        ahead = index[:, None] - index[None, :]
-        allowed = ahead >= 0
-        if window is not None:
-            allowed &= ahead < window
-        mask = allowed[None] & self.token_mask[:, None, :]
+        mask = causal_mask(index, index, window)[None] & self.token_mask[:, None, :]
         return masked_attention(q, k, v, mask, scale=scale, soft_cap=soft_cap), self
 
     def attend_latents(
