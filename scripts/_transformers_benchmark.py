@@ -25,7 +25,7 @@ def run(path: Path, batch: int, input_len: int, output_len: int, mode: str) -> d
         UserError: torch or transformers is missing, or there is no GPU.
     """
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
         import transformers
     except ImportError as missing:
         raise UserError(f"the comparison needs torch and transformers: {missing}") from None

@@ -43,15 +43,17 @@ def pageable(name: str) -> bool:
     return shape.embed % WORD_BITS == 0 and shape.ffn % WORD_BITS == 0
 
 
-PAGEABLE = [
-    # latent attention from pages has tests of its own; compiling it with experts takes long
-    pytest.param(name, marks=pytest.mark.slow) if name.startswith("deepseek") else name
-    for name in TINY
-    if pageable(name)
-]
+PAGEABLE = [name for name in TINY if pageable(name)]
 
 
-@pytest.mark.parametrize("name", PAGEABLE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # latent attention from pages has tests of its own; compiling it with experts takes long
+        pytest.param(name, marks=pytest.mark.slow) if name.startswith("deepseek") else name
+        for name in PAGEABLE
+    ],
+)
 def test_moe_families_run_from_pages(name):
     golden = read(name)
     experts = MemoryExperts(golden.model())

@@ -97,6 +97,7 @@ def test_full_layers_turn_64_pairs_of_256():
     pairs = np.arange(64)
     np.testing.assert_allclose(frequencies[:64], 1e6 ** (-2 * pairs / 512), rtol=1e-6)
     np.testing.assert_array_equal(frequencies[64:], np.zeros(192))
+    assert config.sliding_rope is not None
     sliding = rope_frequencies(config.sliding_rope, 256)
     np.testing.assert_allclose(sliding[[0, 127]], [1, 1e4 ** (-254 / 256)], rtol=1e-6)
 
