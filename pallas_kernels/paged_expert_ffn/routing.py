@@ -1,4 +1,9 @@
-"""Work lists: which rows of which expert are multiplied together."""
+"""Work lists: which rows of which expert are multiplied together.
+
+Everything is counted by comparing all with all, which XLA fuses into a few sums. A sort, a running
+sum or a binary search is a loop to XLA, and each of its turns a launch; on a decode step they took
+longer than the products.
+"""
 
 from typing import NamedTuple
 
@@ -6,6 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels.bitplane_matmul.warp_matmul import Units
+
+MOST_COUNTED = 4096
+"""Choices beyond which comparing all pairs costs more than two sorts."""
 
 
 class Routing(NamedTuple):
@@ -29,17 +37,30 @@ class Routing(NamedTuple):
 def route(expert_ids: Int32[Array, "M k"], experts: int) -> Routing:
     """Sorts choices by expert, keeping the order of tokens."""
     flat = expert_ids.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
-    bounds = jnp.searchsorted(flat[order], jnp.arange(experts + 1, dtype=jnp.int32))
-    bounds = bounds.astype(jnp.int32)
+    index = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    expert = jnp.arange(experts, dtype=jnp.int32)[:, None]
+    place = _places(flat)
+    order = jnp.zeros_like(index).at[place].set(index, unique_indices=True)
     return Routing(
         order // expert_ids.shape[1],
         place.reshape(expert_ids.shape),
         expert_ids < experts,
-        bounds[:-1],
-        bounds[1:] - bounds[:-1],
+        _count(flat[None] < expert),
+        _count(flat[None] == expert),
     )
+
+
+def _places(flat: Int32[Array, " A"]) -> Int32[Array, " A"]:
+    """Place of each choice in the stable order by expert."""
+    if flat.shape[0] > MOST_COUNTED:
+        return jnp.argsort(jnp.argsort(flat, stable=True)).astype(jnp.int32)
+    index = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    earlier = (flat[None] == flat[:, None]) & (index[None] < index[:, None])
+    return _count((flat[None] < flat[:, None]) | earlier)
+
+
+def _count(true: Bool[Array, "rows columns"]) -> Int32[Array, " rows"]:
+    return jnp.sum(true, axis=1, dtype=jnp.int32)
 
 
 def most_units(choices: int, experts: int, capacity: int) -> int:
@@ -51,10 +72,13 @@ def make_units(routing: Routing, capacity: int) -> Units:
     """Cuts each expert's places into units of at most ``capacity``; idle experts have none."""
     experts = routing.counts.shape[0]
     length = most_units(routing.token.shape[0], experts, capacity)
-    ends = jnp.cumsum(-(-routing.counts // capacity), dtype=jnp.int32)
+    needed = -(-routing.counts // capacity)
+    index = jnp.arange(experts, dtype=jnp.int32)
+    ends = jnp.sum(
+        jnp.where(index[None] <= index[:, None], needed[None], 0), axis=1, dtype=jnp.int32
+    )
     unit = jnp.arange(length, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, unit, side="right"), experts - 1)
-    expert = expert.astype(jnp.int32)
+    expert = jnp.minimum(_count(ends[None] <= unit[:, None]), experts - 1)
     before = jnp.where(expert > 0, ends[expert - 1], 0)
     skipped = (unit - before) * capacity
     tokens = jnp.clip(routing.counts[expert] - skipped, 0, capacity)
