@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +41,7 @@ class TrainOptions:
         balance: Weight of the load-balancing loss.
         clip: Largest norm of a gradient.
         seed: Of the order of the text.
+        dtype: Of the arithmetic; weights and moments are float32. A CPU wants float32.
     """
 
     steps: int = 3000
@@ -53,9 +53,12 @@ class TrainOptions:
     balance: float = 0.01
     clip: float = 1.0
     seed: int = 0
+    dtype: str = "bfloat16"
 
     def __post_init__(self):
-        """Checks the numbers."""
+        """Checks the values."""
+        if self.dtype not in ("bfloat16", "float32"):
+            raise UserError(f"dtype must be bfloat16 or float32, not {self.dtype}")
         for name in ("steps", "sequences", "sequence"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -154,15 +157,14 @@ def balance(probabilities: Float[Array, "M E"], expert_ids: Int[Array, "M k"]) -
 
 
 class Trainer:
-    """Float32 weights and AdamW's moments, a step compiled once; arithmetic in bfloat16.
+    """Float32 weights and AdamW's moments, a step compiled once.
 
     Args:
         model: Float32, dense experts.
         options: How to train.
-        dtype: Of the arithmetic.
     """
 
-    def __init__(self, model: CausalLm, options: TrainOptions, dtype: Any = jnp.bfloat16):
+    def __init__(self, model: CausalLm, options: TrainOptions):
         self.options = options
         self.step = 0
         self.losses: list[list[float]] = []
@@ -186,7 +188,7 @@ class Trainer:
             ),
         )
         self._moments = self._optimizer.init(self._weights)
-        self._update = jax.jit(partial(self._updated, dtype=dtype), donate_argnums=(0, 1))
+        self._update = jax.jit(self._updated, donate_argnums=(0, 1))
 
     @property
     def model(self) -> CausalLm:
@@ -255,10 +257,10 @@ class Trainer:
         report(len(self.losses), found)
 
     def _updated(
-        self, weights: list[Array], moments: Any, batch: Array, dtype: Any
+        self, weights: list[Array], moments: Any, batch: Array
     ) -> tuple[list[Array], Any, Losses]:
         def total(weights: list[Array]) -> tuple[Array, Losses]:
-            narrow = [weight.astype(dtype) for weight in weights]
+            narrow = [weight.astype(self.options.dtype) for weight in weights]
             model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, narrow))
             losses = losses_of(model, batch)
             return losses.text + self.options.balance * losses.balance, losses

@@ -10,6 +10,7 @@ so that the two share no code. One sequence at a time, no padding, float32.
 import argparse
 import gzip
 import json
+import math
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +36,20 @@ def requests_of(wheel: Path, variant: str, limit: int) -> list[list[dict]]:
         request = json.loads(line)
         if request["doc_id"] < 1_000_000:
             questions.setdefault(request["doc_id"], []).append(request)
-    return [questions[number] for number in sorted(questions)[:limit]]
+    own = [questions[number] for number in sorted(questions)[:limit]]
+    return [sorted(question, key=lambda request: request["idx"]) for question in own]
+
+
+def metrics_of(question: list[dict], found: list[tuple[float, bool]]) -> dict[str, float]:
+    """What lm-eval reports of one question; of a single answer whether greedy decoding gives it."""
+    texts = [request["request"]["continuation"] for request in question]
+    gold = question[0]["label"] if len(question) > 1 else 0
+    bits = -found[gold][0] / math.log(2) / len(texts[gold].encode())
+    if len(question) == 1:
+        return {"greedy": float(found[0][1]), "bits_per_byte": bits}
+    best = max(range(len(found)), key=lambda i: found[i][0])
+    best_norm = max(range(len(found)), key=lambda i: found[i][0] / len(texts[i].removeprefix(" ")))
+    return {"acc": float(best == gold), "acc_norm": float(best_norm == gold), "bits_per_byte": bits}
 
 
 def main() -> None:
@@ -62,11 +76,11 @@ def main() -> None:
 
     tasks = {}
     for name, variant in VARIANTS.items():
-        found = [
-            [likelihood(request["request"]) for request in question]
-            for question in requests_of(flags.requests, variant, flags.limit)
-        ]
+        questions = requests_of(flags.requests, variant, flags.limit)
+        found = [[likelihood(request["request"]) for request in one] for one in questions]
+        rows = [metrics_of(*pair) for pair in zip(questions, found, strict=True)]
         tasks[name] = {
+            "metrics": {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]},
             "log_likelihood": [[round(total, 4) for total, _ in question] for question in found],
             "greedy": [[greedy for _, greedy in question] for question in found],
         }

@@ -6,8 +6,8 @@
         --out .cache/demo_moe_trained --steps 3000
 
 The first command needs no GPU, the second one no network. A run that was stopped goes on when the
-same command is given again. Beside the model OUT holds training.json (losses, grid errors before
-and after) and training.png.
+same command is given again; --minutes ends it early, wherever the learning rate is then. Beside
+the model OUT holds training.json (losses, grid errors before and after) and training.png.
 """
 
 import argparse
@@ -55,6 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         name = "--" + field.name.replace("_", "-")
         add(name, type=type(field.default), default=field.default, help="default %(default)s")
     add("--save-every", type=int, default=500, help="steps between checkpoints (%(default)s)")
+    add("--minutes", type=float, help="finish after the first checkpoint past this time")
     flags = parser.parse_args(argv)
     if flags.prepare != bool(flags.text) or (flags.out is None) != flags.prepare:
         raise UserError("give --prepare and --text, or --out")
@@ -140,6 +141,11 @@ def plot(losses: Sequence[Sequence[float]], path: Path) -> None:
     plt.close(figure)
 
 
+def late(started: float, minutes: float | None) -> bool:
+    """Whether a run has had its time."""
+    return minutes is not None and time.monotonic() - started > 60 * minutes
+
+
 def train(flags: argparse.Namespace) -> None:
     """Trains, and writes the folder beside its place first."""
     fields = [field.name for field in dataclasses.fields(TrainOptions)]
@@ -163,7 +169,7 @@ def train(flags: argparse.Namespace) -> None:
             shown = f"loss {losses.text:.3f}, balance {losses.balance:.3f}"
             bar.update(task, completed=step, description=shown)
 
-        while trainer.step < options.steps:
+        while trainer.step < options.steps and not late(started, flags.minutes):
             until = min(options.steps, (trainer.step // flags.save_every + 1) * flags.save_every)
             trainer.train(tokens, until, show)
             trainer.save(partial)
@@ -173,17 +179,16 @@ def train(flags: argparse.Namespace) -> None:
     save_file(as_hugging_face(weights), partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "model.safetensors").chmod(0o644)  # safetensors keeps others from reading it
     copy_side_files(flags.model, partial)
-    done = (trainer.step - first) * options.sequences * options.sequence
+    batch = options.sequences * options.sequence
     report: dict[str, Any] = {
         "command": "python scripts/train_demo_moe.py",
         "options": dataclasses.asdict(options),
-        "tokens_seen": options.steps * options.sequences * options.sequence,
+        "steps_done": trainer.step,
+        "tokens_seen": trainer.step * batch,
         "token_file": tokens.about,
         "device": jax.devices()[0].device_kind,
         "seconds": round(seconds, 1),
-        "tokens_per_second": round(
-            done * options.sequences * options.sequence / max(seconds, 1e-9)
-        ),
+        "tokens_per_second": round((trainer.step - first) * batch / max(seconds, 1e-9), 1),
         "affine_4_bit_group_32_error": {"before": before, "after": after},
         "losses": [[float(f"{value:.5g}") for value in pair] for pair in trainer.losses],
         "versions": library_versions(),
@@ -193,7 +198,7 @@ def train(flags: argparse.Namespace) -> None:
     for rest in [*partial.glob("state_*"), partial / "curve.json", partial / "settings.json"]:
         shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
     partial.rename(flags.out)
-    print(f"{flags.out}: {options.steps} steps, {seconds:.0f} s, affine 4-bit error:")
+    print(f"{flags.out}: {trainer.step} steps, {seconds:.0f} s, affine 4-bit error:")
     for kind, error in after.items():
         print(f"  {kind:32} {before[kind]:.4f} -> {error:.4f}")
 
