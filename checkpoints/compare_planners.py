@@ -118,20 +118,37 @@ class Evidence:
             return [self._choose(name, text, budget) for text in range(len(self.of_prompts))]
         return [self._choose(name, 0, budget)] * len(self.of_prompts)
 
+    def start(self, config: PlannerConfig) -> RoutingMass:
+        """The routing that a planner knows before any prompt."""
+        return RoutingMass.start(self.calibration.routing_mass, self.calibration.tokens, config)
+
+    def choose(
+        self, config: PlannerConfig, routing: RoutingMass, sums: PromptSums, budget: int
+    ) -> Int[np.ndarray, "L E 2"]:
+        """Widths within a budget of pages, from the routing so far and the prompt's statistics."""
+        return self._fit(config, self._weighing(config, routing, sums), budget)
+
     def _choose(self, name: str, text: int, budget: int) -> Int[np.ndarray, "L E 2"]:
-        config = PLANNERS[name]
-        routing = RoutingMass.start(self.calibration.routing_mass, self.calibration.tokens, config)
+        config, routing = PLANNERS[name], self.start(PLANNERS[name])
         mass, sums = self.of_prompts[text]
-        factor = None
         if config.moves_pages:  # else widths were chosen before the prompt came
             routing = routing.update(mass, sums.tokens)
-            experts = self.damage.shape[1]
-            factor = prompt_factor({0: sums}, self.prompts.heads, config, experts)
-        oracle = oracle_damage({0: sums}, self.damage)
-        weighing = weigh(config, self.damage, self.pages, routing, factor, oracle)
+        weighing = self._weighing(config, routing, sums)
         if name == FISHER_ORACLE:
             ones = np.ones_like(weighing.multiplier)
             weighing = Weighing(self.of_texts[text], ones, weighing.floors)
+        return self._fit(config, weighing, budget)
+
+    def _weighing(self, config: PlannerConfig, routing: RoutingMass, sums: PromptSums) -> Weighing:
+        factor = None
+        if config.moves_pages:
+            factor = prompt_factor({0: sums}, self.prompts.heads, config, self.damage.shape[1])
+        oracle = oracle_damage({0: sums}, self.damage)
+        return weigh(config, self.damage, self.pages, routing, factor, oracle)
+
+    def _fit(
+        self, config: PlannerConfig, weighing: Weighing, budget: int
+    ) -> Int[np.ndarray, "L E 2"]:
         damage = np.array(weighing.damage)
         if weighing.prompt_factor is not None:
             damage = damage * weighing.prompt_factor[..., None]
@@ -142,7 +159,8 @@ class Evidence:
 
 
 @jax.jit
-def _kl(reference: Float32[Array, "half V"], ours: Float32[Array, "half V"]) -> Array:
+def text_kl(reference: Float32[Array, "half V"], ours: Float32[Array, "half V"]) -> Array:
+    """Mean KL(reference || ours) over positions, in nats."""
     return jnp.sum(jnp.exp(reference) * (reference - ours), axis=-1).mean()
 
 
@@ -181,21 +199,15 @@ def compare_planners(
         UserError: No such calibration, or the wrong source.
     """
     experts = StoredExperts(store)
-    if experts.calibration is None or experts.prompt_calibration is None:
-        raise UserError(f"{store.directory} is not calibrated; run scripts/calibrate.py first")
     report("source")
-    config, model = load_dense_model(source, np.float32)
-    if config != store.model_config:
-        raise UserError(f"{store.directory} was not made from {source}: their config.json differ")
-    graph, state = nnx.split(model)
-    forward = jax.jit(lambda state, row: second_half(nnx.merge(graph, state), row))
-    reference = [np.asarray(forward(state, jnp.asarray(row))) for row in tokens]
-    del model, state
+    reference = source_log_probabilities(source, store, tokens)
     report("all widths")
     mixed, layout = MixedWidths(store), expert_layout(store)
     host = host_pages(store, layout)
     report("prompts")
-    evidence = _evidence(mixed, experts, page_table(layout), tokens, FISHER_ORACLE in planners)
+    evidence = gather_evidence(
+        mixed, experts, page_table(layout), tokens, FISHER_ORACLE in planners
+    )
     run = jax.jit(
         lambda leaves, stacks, index, row: second_half(mixed.at(leaves, stacks, index), row)
     )
@@ -210,7 +222,7 @@ def compare_planners(
                 key = text, bits.tobytes()
                 if key not in known:
                     ours = run(mixed.leaves, mixed.stacks, mixed.index(bits), jnp.asarray(row))
-                    kl = float(_kl(jnp.asarray(reference[text]), ours))
+                    kl = float(text_kl(jnp.asarray(reference[text]), ours))
                     known[key] = pages_held(layout, host, bits), kl
                 held, kl = known[key]
                 measured.kl.append(kl)
@@ -219,13 +231,33 @@ def compare_planners(
             yield measured
 
 
-def _evidence(
+def source_log_probabilities(
+    source: str | Path, store: Store, tokens: Int32[np.ndarray, "S T"]
+) -> list[Float32[np.ndarray, "half V"]]:
+    """What the unquantised model expects after each token of the second half of each text.
+
+    Raises:
+        UserError: The store is not calibrated, or was made from another model.
+    """
+    experts = StoredExperts(store)
+    if experts.calibration is None or experts.prompt_calibration is None:
+        raise UserError(f"{store.directory} is not calibrated; run scripts/calibrate.py first")
+    config, model = load_dense_model(source, np.float32)
+    if config != store.model_config:
+        raise UserError(f"{store.directory} was not made from {source}: their config.json differ")
+    graph, state = nnx.split(model)
+    forward = jax.jit(lambda state, row: second_half(nnx.merge(graph, state), row))
+    return [np.asarray(forward(state, jnp.asarray(row))) for row in tokens]
+
+
+def gather_evidence(
     mixed: MixedWidths,
     experts: StoredExperts,
     pages: Int[np.ndarray, "2 W"],
     tokens: np.ndarray,
-    with_gradients: bool,
+    with_gradients: bool = False,
 ) -> Evidence:
+    """What planners may look at, from a calibrated store and the first halves of texts."""
     seen, prompts = experts.calibration, experts.prompt_calibration
     assert seen is not None
     assert prompts is not None

