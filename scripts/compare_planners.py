@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from _command import progress_console, run
-from _planner_tables import BASELINE, tables
+from _tables import BASELINE, planners
 
 from checkpoints.compare_planners import PLANNERS, Measured, compare_planners
 from checkpoints.manifest import write_json
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None) -> None:
     flags = parse(argv)
     if flags.tables is None:
         measure(flags, argv if argv is not None else sys.argv[1:])
-    print(tables([read_json(path) for path in flags.tables or [flags.out]]))
+    print(planners([read_json(path) for path in flags.tables or [flags.out]]))
 
 
 def measure(flags: argparse.Namespace, argv: Sequence[str]) -> None:

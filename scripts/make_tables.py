@@ -3,9 +3,10 @@
     python scripts/make_tables.py --quality a.json b.json --planners planners.json \
         --long-context long.json --decomposition decomposition.json --out docs/results/cpu
 
-Writes quality.md and quality.png (table 1, from evaluate.py), planners.md and .png (2, from
-compare_planners.py), long_context.md and .png (3, from long_context.py), decomposition.md and .png
-(4, from perplexity.py): those whose inputs are given.
+Writes quality.md and quality.png (table 1, from evaluate.py and offload.py), planners.md and .png
+(2, from compare_planners.py), domain_shift.md and .png (2, from domain_shift.py), long_context.md
+and .png (3, from long_context.py), decomposition.md and .png (4, from perplexity.py): those whose
+inputs are given.
 """
 
 import argparse
@@ -13,28 +14,33 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")  # before pyplot: no screen is needed
 
+import _tables
 import matplotlib.pyplot as plt
 import numpy as np
 from _command import run
+from _tables import (
+    BASELINE,
+    MIB,
+    Record,
+    measured_quality,
+    metric_of,
+    named,
+    offloads,
+    results_of,
+    weights_mib,
+)
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pw_jax.errors import UserError
-from pw_jax.evaluation.bootstrap import interval
-
-MIB = 1 << 20
-METRICS = ("acc_norm", "acc", "greedy")
-"""The first of these that a task has is what tables show, beside bits per byte."""
 
 NOTE = "Made by scripts/make_tables.py; in brackets 95% bootstrap intervals. From"
-
-Record = Mapping[str, Any]
-Made = tuple[str, Figure]
 
 
 def read(path: Path, fields: Sequence[str]) -> Record:
@@ -53,81 +59,16 @@ def read(path: Path, fields: Sequence[str]) -> Record:
     return record
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
-
-
-def span(estimate: Record, scale: float = 1, digits: int = 1) -> str:
-    """A mean with its interval."""
-    mean, low, high = (scale * estimate[key] for key in ("mean", "low", "high"))
-    return f"{mean:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
-
-
-def weights_mib(result: Record) -> float:
-    """Memory of the weights alone: arrays, and pages that hold experts."""
-    return (result["memory"]["arrays"] + result["memory"]["expert_pages"]) / MIB
-
-
-def named(result: Record) -> str:
-    """What a result is called."""
-    return result.get("planner", result["held"])
-
-
-def quality(records: Sequence[Record]) -> Made:
-    """Table 1: quality against memory."""
-    results = [result for record in records for result in record["results"]]
-    seen: dict[tuple[Any, ...], Record] = {}
-    for result in results:  # a reference that several runs measured is shown once
-        seen.setdefault((named(result), result.get("bits"), result.get("budget_gib")), result)
-    results = list(seen.values())
-    texts, tasks = list(results[0]["texts"]), list(results[0]["tasks"])
-    uniform = {r.get("bits"): r for r in results if named(r) == "uniform"}
-    header = ["held", "bits", "weights, MiB", "live / predicted"]
-    for text in texts:
-        header += [f"{text}: perplexity", "KL, mnat", "less uniform"]
-    for task in tasks:
-        header.append(f"{task}: {metric_of(results[0]['tasks'][task])[0]}, bits a byte")
-    rows = []
-    for result in results:
-        memory, bits = result["memory"], result["mean_bits"]
-        row = [named(result), result["dtype"] if bits is None else f"{bits:.2f}"]
-        row.append(f"{weights_mib(result):.1f}")
-        row.append(f"{memory['live'] / memory['predicted']:.4f}")
-        for text in texts:
-            found = result["texts"][text]
-            kl = found["metrics"].get("kl")
-            row += [f"{found['perplexity']:.2f}", "" if kl is None else span(kl, 1e3)]
-            row.append(difference(result, uniform.get(result.get("bits")), text))
-        for task in tasks:
-            found = result["tasks"][task]
-            bits_per_byte = found["metrics"]["bits_per_byte"]["mean"]
-            row.append(f"{span(metric_of(found)[1], 100)}, {bits_per_byte:.3f}")
-        rows.append(row)
-    return markdown(header, rows), quality_plot(results, texts, tasks)
-
-
-def difference(result: Record, base: Record | None, text: str) -> str:
-    """KL less that of uniform at the same size, in thousandths of a nat, paired by sequence."""
-    if base is None or result is base or "kl" not in result["texts"][text]["items"]:
-        return ""
-    ours, theirs = (np.array(one["texts"][text]["items"]["kl"]) for one in (result, base))
-    low, high = interval(ours - theirs)
-    return f"{1e3 * (ours - theirs).mean():+.1f} ({1e3 * low:+.1f}..{1e3 * high:+.1f})"
-
-
-def metric_of(task: Record) -> tuple[str, Record]:
-    """The metric of a task that is shown."""
-    name = next(name for name in METRICS if name in task["metrics"])
-    return name, task["metrics"][name]
-
-
-def quality_plot(results: Sequence[Record], texts: Sequence[str], tasks: Sequence[str]) -> Figure:
+def quality(records: Sequence[Record]) -> Figure:
     """KL of each text, and the mean of all tasks, against memory."""
-    panels = [*texts, *(["tasks"] if tasks else [])]
+    results, fetched = measured_quality(records), offloads(records)
+    texts, tasks = list(results[0]["texts"]), list(results[0]["tasks"])
+    panels = [*texts, *(["tasks"] if tasks else []), *(["lossless offload"] if fetched else [])]
     figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
+        if panel == "lossless offload":
+            offload(axis, fetched)
+            continue
         for name in dict.fromkeys(named(result) for result in results):
             own = sorted((r for r in results if named(r) == name), key=weights_mib)
             sizes = [weights_mib(result) for result in own]
@@ -152,23 +93,41 @@ def quality_plot(results: Sequence[Record], texts: Sequence[str], tasks: Sequenc
     return figure
 
 
-def planners(records: Sequence[Record]) -> Made:
-    """Table 2: planners and ablations at equal bytes."""
-    entries = [entry for record in records for entry in record["results"]]
+def offload(axis: Axes, results: Sequence[Record]) -> None:
+    """What is copied for each token, against memory."""
+    for batch in dict.fromkeys(result["batch"] for result in results):
+        own = [result for result in results if result["batch"] == batch]
+        moved = [result["bytes_a_token"] / MIB for result in own]
+        axis.plot([weights_mib(result) for result in own], moved, "o-", label=f"{batch} at once")
+    axis.set(xlabel="weights, MiB", ylabel="MiB copied a token", title="lossless offload")
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def domain_shift(records: Sequence[Record]) -> Figure:
+    """KL less uniform, text by text, and the subjects."""
+    figure, axes = plt.subplots(1, len(records), figsize=(8 * len(records), 4), squeeze=False)
+    for axis, record in zip(axes[0], records, strict=True):
+        base = next(np.array(r["kl"]) for r in record["results"] if r["planner"] == BASELINE)
+        for result in record["results"]:
+            axis.plot(np.array(result["kl"]) - base, ".-", label=result["planner"])
+        for number, phase in enumerate(record["phases"]):
+            axis.axvline(number * record["texts_a_phase"] - 0.5, color="#bbbbbb")
+            place = number * record["texts_a_phase"], 0.97
+            axis.annotate(phase, place, xycoords=("data", "axes fraction"), va="top")
+        axis.set(
+            xlabel="text", ylabel="KL less uniform, nats", title=f"{record['budget_bits']:g} bits"
+        )
+        axis.legend(fontsize="small")
+    return figure
+
+
+def planners(records: Sequence[Record]) -> Figure:
+    """KL of each planner, a group of bars a budget."""
+    entries = results_of(records)
     budgets = sorted({entry["budget_bits"] for entry in entries})
     names = list(dict.fromkeys(entry["planner"] for entry in entries))
     cells = {(entry["planner"], entry["budget_bits"]): entry for entry in entries}
-    rows = []
-    for name in names:
-        row = [name]
-        for budget in budgets:
-            entry = cells.get((name, budget))
-            text = "" if entry is None else f"{1e3 * entry['kl']:.1f}"
-            if entry is not None and name != "uniform" and "kl_less_uniform_interval" in entry:
-                low, high = (1e3 * edge for edge in entry["kl_less_uniform_interval"])
-                text += f" ({low:+.1f}..{high:+.1f})"
-            row.append(text)
-        rows.append(row)
     figure, axis = plt.subplots(figsize=(8, 5))
     width = 0.8 / len(names)
     for number, name in enumerate(names):
@@ -181,26 +140,12 @@ def planners(records: Sequence[Record]) -> Made:
     axis.set_xticks(np.arange(len(budgets)) + 0.4, [f"{budget:g} bits" for budget in budgets])
     axis.set(ylabel="KL, nats a token")
     axis.legend(fontsize="small", ncols=2)
-    return markdown(
-        ["KL, mnat (difference to uniform)", *(f"{b:g}" for b in budgets)], rows
-    ), figure
+    return figure
 
 
-def long_context(records: Sequence[Record]) -> Made:
-    """Table 3: retrieval while keys and values take the experts' pages."""
-    results = [result for record in records for result in record["results"]]
-    header = ["planner", "budget, GiB", "tokens", "keys found, %", "mean bits", "KV pages, most"]
-    rows = [
-        [
-            result["planner"],
-            f"{result['budget_bytes'] / (1 << 30):.3f}",
-            str(result["tokens"]),
-            span(result["found"], 100),
-            f"{result['mean_bits_at_end']:.2f}" if result["mean_bits_at_end"] else "",
-            str(result["most_kv_pages"]),
-        ]
-        for result in results
-    ]
+def long_context(records: Sequence[Record]) -> Figure:
+    """Keys found and the width of experts, by length."""
+    results = results_of(records)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     for name in dict.fromkeys(result["planner"] for result in results):
         own = [result for result in results if result["planner"] == name]
@@ -215,24 +160,13 @@ def long_context(records: Sequence[Record]) -> Made:
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
         axis.legend()
-    return markdown(header, rows), figure
+    return figure
 
 
-def decomposition(records: Sequence[Record]) -> Made:
-    """Table 4: method and ratio."""
-    results = [result for record in records for result in record["results"]]
+def decomposition(records: Sequence[Record]) -> Figure:
+    """Perplexity by method and ratio."""
+    results = results_of(records)
     first = results[0]["perplexity"]
-    rows = [
-        [
-            result["method"],
-            result["allotment"] or "",
-            "" if result["kept_ratio"] is None else f"{result['kept_ratio']:.0%}",
-            f"{result['parameters']:,}",
-            f"{result['perplexity']:.4g}",
-            f"{result['perplexity'] / first:.2f}",
-        ]
-        for result in results
-    ]
     figure, axis = plt.subplots(figsize=(7, 4))
     lines: dict[str, list[Record]] = {}
     for result in results:
@@ -247,36 +181,52 @@ def decomposition(records: Sequence[Record]) -> Made:
     axis.set(xlabel="parameters kept", ylabel="perplexity", yscale="log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
-    header = ["method", "allotment", "kept", "parameters", "perplexity", "against the first"]
-    return markdown(header, rows), figure
+    return figure
 
 
-TABLES: Mapping[str, tuple[Callable[[Sequence[Record]], Made], tuple[str, ...]]] = {
-    "quality": (quality, ("memory", "texts", "tasks")),
-    "planners": (planners, ("planner", "budget_bits", "kl_interval")),
-    "long_context": (long_context, ("found", "tokens", "most_kv_pages")),
-    "decomposition": (decomposition, ("method", "kept_ratio", "perplexity")),
+class Kind(NamedTuple):
+    """A kind of results.
+
+    Attributes:
+        table: Makes the Markdown.
+        plot: Makes the figure.
+        fields: What every result of this kind has.
+    """
+
+    table: Callable[[Sequence[Record]], str]
+    plot: Callable[[Sequence[Record]], Figure]
+    fields: tuple[str, ...]
+
+
+KINDS: Mapping[str, Kind] = {
+    "quality": Kind(_tables.quality, quality, ("memory",)),
+    "planners": Kind(_tables.planners, planners, ("planner", "budget_bits", "kl_interval")),
+    "domain_shift": Kind(_tables.domain_shift, domain_shift, ("planner", "kl_of_phases")),
+    "long_context": Kind(_tables.long_context, long_context, ("found", "tokens", "most_kv_pages")),
+    "decomposition": Kind(
+        _tables.decomposition, decomposition, ("method", "kept_ratio", "perplexity")
+    ),
 }
 
 
 def main(argv: Sequence[str] | None) -> None:
     """Reads, and writes the tables whose inputs are given."""
     parser = argparse.ArgumentParser(description="Tables and plots of results.")
-    for name in TABLES:
+    for name in KINDS:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=Path, nargs="+", default=[], help="results, JSON")
     parser.add_argument("--out", type=Path, required=True, help="folder for .md and .png")
     flags = parser.parse_args(argv)
     flags.out.mkdir(parents=True, exist_ok=True)
-    for name, (make, fields) in TABLES.items():
+    for name, kind in KINDS.items():
         paths = getattr(flags, name)
         if not paths:
             continue
-        records = [read(path, fields) for path in paths]
-        text, figure = make(records)
+        records = [read(path, kind.fields) for path in paths]
+        figure = kind.plot(records)
         commands = "\n".join(f"    {record['command']}" for record in records)
         note = f"{NOTE}\n\n{commands}\n"
-        (flags.out / f"{name}.md").write_text(f"{text}\n{note}", encoding="utf-8")
+        (flags.out / f"{name}.md").write_text(f"{kind.table(records)}\n{note}", encoding="utf-8")
         figure.tight_layout()
         figure.savefig(flags.out / f"{name}.png", dpi=120)
         plt.close(figure)

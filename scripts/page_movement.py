@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _command import run
-from _planner_tables import movement_table
+from _tables import movement
 from flax import nnx
 
 from checkpoints.huggingface import load_dense_model
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None) -> None:
     flags = parse(argv)
     if flags.tables is None:
         measure(flags, argv if argv is not None else sys.argv[1:])
-    print(movement_table(read_json(flags.tables or flags.out)))
+    print(movement(read_json(flags.tables or flags.out)))
 
 
 def measure(flags: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -49,6 +49,21 @@ def test_quality_at_equal_bytes(command, quality, tmp_path):
     assert (tmp_path / "out" / "quality.png").stat().st_size > 1000
 
 
+def test_lossless_offload_has_rows_of_its_own(command, quality, tmp_path):
+    row = {"planner": "offload", "kept": 4, "experts": 6, "batch": 1, "miss_rate": 0.25}
+    memory = {"arrays": 3 << 20, "expert_pages": 5 << 20}
+    cost = {"misses_a_token": estimate(2.0), "bytes_a_token": 3 << 20}
+    row |= {"memory": memory, **cost, "copy_seconds_a_token": None}
+    path = tmp_path / "offload.json"
+    path.write_text(json.dumps({"command": "python offload", "results": [row]}))
+    flags = ("--quality", *quality, path, "--out", tmp_path)
+    code, _, error = command("make_tables", *flags)
+    assert code == 0, error
+    text = (tmp_path / "quality.md").read_text()
+    assert "| 4 of 6 | 1 | 8.0 | 2.00 (1.00..4.00) | 25.0% | 3.00 |  |" in text
+    assert "python offload" in text
+
+
 def test_results_of_another_kind_are_refused(command, quality, tmp_path):
     code, _, error = command("make_tables", "--planners", quality[0], "--out", tmp_path)
     assert code == 2
@@ -65,3 +80,17 @@ def test_committed_results_make_tables(command, tmp_path):
     assert code == 0, error
     assert out.split() == [str(tmp_path / f"{n}.md") for n in ("planners", "decomposition")]
     assert "| full |" in (tmp_path / "planners.md").read_text()
+
+
+def test_caches_of_factored_models(command, tmp_path):
+    row = {"method": "svd", "allotment": "loss", "kept_ratio": 0.8, "parameters": 10}
+    cache = {"perplexity": 3.0, "token_bytes": 100, "pool_bytes": 1 << 20}
+    caches = {"full": cache, "latent": cache | {"token_bytes": 60}}
+    rows = [row | {"perplexity": 3.0, "caches": caches}, row | {"perplexity": 6.0}]
+    path = tmp_path / "decomposition.json"
+    path.write_text(json.dumps({"command": "python it", "results": rows}))
+    code, _, error = command("make_tables", "--decomposition", path, "--out", tmp_path)
+    assert code == 0, error
+    text = (tmp_path / "decomposition.md").read_text()
+    assert "| 3 | 1.00 | 3, 100, 1.00 | 3, 60, 1.00 |" in text
+    assert "| 6 | 2.00 |  |  |" in text

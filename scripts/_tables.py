@@ -1,0 +1,276 @@
+"""Results as tables in Markdown: what make_tables.py, compare_planners.py and others show."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pw_jax.errors import UserError
+from pw_jax.evaluation.bootstrap import interval
+
+MIB = 1 << 20
+BASELINE = "uniform"
+FULL = "full"
+METRICS = ("acc_norm", "acc", "greedy")
+"""The first of these that a task has is what tables show, beside bits per byte."""
+
+Record = Mapping[str, Any]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def results_of(records: Sequence[Record]) -> list[Record]:
+    """The results of several files, one after another."""
+    return [result for record in records for result in record["results"]]
+
+
+def span(estimate: Record, scale: float = 1, digits: int = 1) -> str:
+    """A mean with its interval."""
+    mean, low, high = (scale * estimate[key] for key in ("mean", "low", "high"))
+    return f"{mean:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+
+
+def edges(ends: Sequence[float]) -> str:
+    """An interval of a difference, in thousandths."""
+    low, high = (1e3 * end for end in ends)
+    return f"{low:+.1f}..{high:+.1f}"
+
+
+def paired(ours: ArrayLike, theirs: ArrayLike) -> str:
+    """A mean difference in thousandths with its interval, resampled in pairs."""
+    difference = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
+    return f"{1e3 * difference.mean():+.1f} ({edges(interval(difference))})"
+
+
+def weights_mib(result: Record) -> float:
+    """Memory of the weights alone: arrays, and pages that hold experts."""
+    return (result["memory"]["arrays"] + result["memory"]["expert_pages"]) / MIB
+
+
+def named(result: Record) -> str:
+    """What a result is called."""
+    return result.get("planner", result["held"])
+
+
+def distinct(results: Sequence[Record]) -> list[Record]:
+    """Results without repetition: a reference that several runs measured is shown once."""
+    seen: dict[tuple[Any, ...], Record] = {}
+    for result in results:
+        seen.setdefault((named(result), result.get("bits"), result.get("budget_gib")), result)
+    return list(seen.values())
+
+
+def metric_of(task: Record) -> tuple[str, Record]:
+    """The metric of a task that is shown."""
+    name = next(name for name in METRICS if name in task["metrics"])
+    return name, task["metrics"][name]
+
+
+def quality(records: Sequence[Record]) -> str:
+    """Table 1: quality against memory; KL in thousandths of a nat, less uniform paired."""
+    results = measured_quality(records)
+    texts, tasks = list(results[0]["texts"]), list(results[0]["tasks"])
+    uniform = {r.get("bits"): r for r in results if named(r) == BASELINE}
+    header = ["held", "bits", "weights, MiB", "live / predicted"]
+    for text in texts:
+        header += [f"{text}: perplexity", "KL, mnat", "less uniform"]
+    for task in tasks:
+        header.append(f"{task}: {metric_of(results[0]['tasks'][task])[0]}, bits a byte")
+    rows = []
+    for result in results:
+        memory, bits = result["memory"], result["mean_bits"]
+        row = [named(result), result["dtype"] if bits is None else f"{bits:.2f}"]
+        row.append(f"{weights_mib(result):.1f}")
+        row.append(f"{memory['live'] / memory['predicted']:.4f}")
+        for text in texts:
+            found = result["texts"][text]
+            kl = found["metrics"].get("kl")
+            row += [f"{found['perplexity']:.2f}", "" if kl is None else span(kl, 1e3)]
+            row.append(_less_uniform(result, uniform.get(result.get("bits")), text))
+        for task in tasks:
+            found = result["tasks"][task]
+            bits_per_byte = found["metrics"]["bits_per_byte"]["mean"]
+            row.append(f"{span(metric_of(found)[1], 100)}, {bits_per_byte:.3f}")
+        rows.append(row)
+    fetched = offloads(records)
+    return markdown(header, rows) + (f"\n{_offload(fetched)}" if fetched else "")
+
+
+def measured_quality(records: Sequence[Record]) -> list[Record]:
+    """The results of evaluate.py, without repetition.
+
+    Raises:
+        UserError: There are none.
+    """
+    found = distinct([result for result in results_of(records) if "texts" in result])
+    if not found:
+        raise UserError("--quality needs results of evaluate.py")
+    return found
+
+
+def offloads(records: Sequence[Record]) -> list[Record]:
+    """The results of offload.py."""
+    return [result for result in results_of(records) if "misses_a_token" in result]
+
+
+def _offload(results: Sequence[Record]) -> str:
+    """Lossless offload: what the source's own quality costs in copies at less memory."""
+    rows = []
+    for result in results:
+        seconds = result["copy_seconds_a_token"]
+        rows.append(
+            [
+                f"{result['kept']} of {result['experts']}",
+                str(result["batch"]),
+                f"{weights_mib(result):.1f}",
+                span(result["misses_a_token"], digits=2),
+                f"{result['miss_rate']:.1%}",
+                f"{result['bytes_a_token'] / MIB:.2f}",
+                "" if seconds is None else f"{1e3 * seconds:.2f}",
+            ]
+        )
+    header = ["lossless offload: experts kept a layer", "sequences", "weights, MiB"]
+    header += ["misses a token", "of uses", "MiB copied a token", "ms of copying"]
+    return markdown(header, rows)
+
+
+def _less_uniform(result: Record, base: Record | None, text: str) -> str:
+    if base is None or result is base or "kl" not in result["texts"][text]["items"]:
+        return ""
+    ours, theirs = (one["texts"][text]["items"]["kl"] for one in (result, base))
+    return paired(ours, theirs)
+
+
+def planners(records: Sequence[Record]) -> str:
+    """Table 2: KL of each planner, its differences to uniform and to full, and the bytes held."""
+    entries = results_of(records)
+    step = max(record["largest_step_bytes"] for record in records)
+    references = {e["budget_bits"]: e["kl_of_texts"] for e in entries if e["planner"] == FULL}
+
+    def less_uniform(entry: Record) -> str:
+        text = f"{1e3 * entry['kl']:.1f}"
+        if entry["planner"] == BASELINE or "kl_less_uniform" not in entry:
+            return text
+        return f"{text} ({edges(entry['kl_less_uniform_interval'])})"
+
+    def less_full(entry: Record) -> str:
+        reference = references.get(entry["budget_bits"])
+        return "" if reference is None else paired(entry["kl_of_texts"], reference)
+
+    others = [entry for entry in entries if entry["planner"] != FULL]
+    parts = [
+        by_budget("KL, mnat (less uniform)", entries, less_uniform),
+        by_budget("KL less full, mnat", others, less_full),
+        bytes_line(entries, step),
+    ]
+    return "\n".join(parts)
+
+
+def by_budget(title: str, entries: Sequence[Record], cell: Callable[[Record], str]) -> str:
+    """A row a planner, a column a budget."""
+    budgets = sorted({entry["budget_bits"] for entry in entries})
+    cells = {(entry["planner"], entry["budget_bits"]): cell(entry) for entry in entries}
+    names = dict.fromkeys(entry["planner"] for entry in entries)
+    rows = [[name, *(cells.get((name, budget), "") for budget in budgets)] for name in names]
+    return markdown([title, *(f"{budget:g} bits" for budget in budgets)], rows)
+
+
+def bytes_line(entries: Sequence[Record], largest_step: int) -> str:
+    """How equal the bytes are."""
+    short = [
+        entry["budget_bytes"] - held for entry in entries for held in entry["held_bytes_of_texts"]
+    ]
+    least = min(entry["budget_bytes"] for entry in entries) / MIB
+    return (
+        f"Weights held {min(short)} to {max(short)} bytes less than the budget, of {least:.1f} MiB "
+        f"and more; the largest step of a block is {largest_step} bytes.\n"
+    )
+
+
+def movement(report: Record) -> str:
+    """Of scripts/page_movement.py; KL in thousandths of a nat."""
+    rows = [
+        [
+            phase,
+            f"{one['fixed_bits']:.2f}, {one['moving_bits']:.2f}",
+            f"{1e3 * one['fixed_kl']:.1f}, {1e3 * one['moving_kl']:.1f}",
+            f"{1e3 * one['moving_less_fixed']:+.1f} ({edges(one['moving_less_fixed_interval'])})",
+        ]
+        for phase, one in report["results"].items()
+    ]
+    header = ["phase", "bits: fixed, moving", "KL: fixed, moving", "difference (95% interval)"]
+    return markdown(header, rows)
+
+
+def domain_shift(records: Sequence[Record]) -> str:
+    """Table 2, while the subject changes: KL in each phase, less uniform and less full."""
+    parts = []
+    for record in records:
+        full = next(r["kl"] for r in record["results"] if r["planner"] == FULL)
+        places = np.split(np.arange(len(full)), len(record["phases"]))
+        rows = []
+        for result in record["results"]:
+            row, kl = [result["planner"]], np.array(result["kl"])
+            for phase, own in zip(result["kl_of_phases"], places, strict=True):
+                text = f"{1e3 * phase['kl']:.1f}"
+                if result["planner"] != BASELINE:
+                    text += f" ({edges(phase['kl_less_uniform_interval'])})"
+                if result["planner"] != FULL:
+                    text += f"; {paired(kl[own], np.array(full)[own])}"
+                row.append(text)
+            row.append(f"{np.mean(result['changed'][1:]):.1%}, {result['moved_buckets'][-1]:.1%}")
+            rows.append(row)
+        header = [f"{record['budget_bits']:g} bits: KL, mnat (less uniform); less full"]
+        header += [*record["phases"], "widths changed a text, experts in other buckets at the end"]
+        parts.append(markdown(header, rows))
+    return "\n".join(parts)
+
+
+def long_context(records: Sequence[Record]) -> str:
+    """Table 3: retrieval while keys and values take the experts' pages."""
+    header = ["planner", "budget, GiB", "tokens", "keys found, %", "mean bits", "KV pages, most"]
+    rows = [
+        [
+            result["planner"],
+            f"{result['budget_bytes'] / (1 << 30):.3f}",
+            str(result["tokens"]),
+            span(result["found"], 100),
+            f"{result['mean_bits_at_end']:.2f}" if result["mean_bits_at_end"] else "",
+            str(result["most_kv_pages"]),
+        ]
+        for result in results_of(records)
+    ]
+    return markdown(header, rows)
+
+
+def decomposition(records: Sequence[Record]) -> str:
+    """Table 4: method and ratio, and the cache of keys and values against that of latents."""
+    results = results_of(records)
+    first = results[0]["perplexity"]
+    caches = list(dict.fromkeys(kind for result in results for kind in result.get("caches", {})))
+    rows = [
+        [
+            result["method"],
+            result["allotment"] or "",
+            "" if result["kept_ratio"] is None else f"{result['kept_ratio']:.0%}",
+            f"{result['parameters']:,}",
+            f"{result['perplexity']:.4g}",
+            f"{result['perplexity'] / first:.2f}",
+            *(_cache(result.get("caches", {}).get(kind)) for kind in caches),
+        ]
+        for result in results
+    ]
+    header = ["method", "allotment", "kept", "parameters", "perplexity", "against the first"]
+    header += [f"{kind} cache: perplexity, bytes a token, MiB of pages" for kind in caches]
+    return markdown(header, rows)
+
+
+def _cache(found: Record | None) -> str:
+    if found is None:
+        return ""
+    return f"{found['perplexity']:.6g}, {found['token_bytes']}, {found['pool_bytes'] / MIB:.2f}"
