@@ -1,12 +1,13 @@
-"""Calibration by forward passes only: what the experts' inputs look like.
+"""Calibration by forward passes only: what the experts' inputs look like, and which are chosen.
 
-Two uses. The Hessian sensitivity replaces the Fisher one where gradients do not fit: the error of a
-layer's output to first order, ``F_rj = s_r sum_t g_t^2 x_tj^2`` over the tokens routed to the
+Three uses. The Hessian sensitivity replaces the Fisher one where gradients do not fit: the error of
+a layer's output to first order, ``F_rj = s_r sum_t g_t^2 x_tj^2`` over the tokens routed to the
 expert, where g is the router's weight and s the squared effect of a row on the output: 1 for down,
 and for gate_up the squared norm of its column of down times the mean squared slope of the
 activation. That makes the two modules of a layer comparable; layers stay less so, for how the loss
-depends on a layer's output is not in it. And the prompt correction needs the mean squares of all
-inputs, and the damage of each prompt, to fit its heads.
+depends on a layer's output is not in it. The prompt correction needs the mean squares of all
+inputs, and the damage of each prompt, to fit its heads. And choices, traced, tell what a cache of
+experts would miss (`pw_jax.evaluation.offload`).
 """
 
 import dataclasses
@@ -118,6 +119,26 @@ def hessian(
         **{name: value.astype(np.float32) for name, value in fields.items()},
         tokens_seen=sums["tokens_seen"].astype(np.int32),
     )
+
+
+def routing_choices(
+    model: CausalLm, tokens: Int[np.ndarray, "S T"], report: Report | None = None
+) -> Bool[np.ndarray, "S T L E"]:
+    """Which experts each token is routed to.
+
+    Raises:
+        UserError: The model has no dense experts, or the tokens do not fit it.
+    """
+    check_tokens(model, tokens, np.ones(tokens.shape, bool))
+    rows = _run(model, tokens, _choices_of_layer, report)
+    return np.stack([row["chosen"] for row in rows]).transpose(0, 2, 1, 3)
+
+
+def _choices_of_layer(
+    experts: DenseExperts, index: int, x: Array, gate_up: Array, chosen: Array, spread: Array
+) -> dict[str, Array]:
+    del experts, index, x, gate_up, spread
+    return {"chosen": chosen > 0}
 
 
 def _column_norms(experts: DenseExperts) -> np.ndarray:

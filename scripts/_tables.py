@@ -274,3 +274,19 @@ def _cache(found: Record | None) -> str:
     if found is None:
         return ""
     return f"{found['perplexity']:.6g}, {found['token_bytes']}, {found['pool_bytes'] / MIB:.2f}"
+
+
+def scores(record: Record, golden: Record) -> str:
+    """Task scores of one model beside those of another implementation, on the same questions."""
+    (result,) = record["results"]
+    rows = []
+    for name, theirs in golden["tasks"].items():
+        ours = result["tasks"][name]
+        for metric, value in theirs["metrics"].items():
+            digits, scale = (4, 1) if metric == "bits_per_byte" else (1, 100)
+            unit = "" if scale == 1 else ", %"
+            own = span(ours["metrics"][metric], scale, digits)
+            rows.append([f"{name}: {metric}{unit}", own, f"{scale * value:.{digits}f}"])
+    versions = golden["versions"]
+    other = f"transformers {versions['transformers']}, torch {versions['torch']}"
+    return markdown([f"first {golden['limit']} questions", "here", other], rows)

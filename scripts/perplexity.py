@@ -1,6 +1,9 @@
 """Measures the perplexity of models on a text: Hugging Face folders and decomposed ones.
 
-python scripts/perplexity.py --models DIR DIR --text valid.jsonl --tokens 4096 --json out.json
+    python scripts/perplexity.py --models DIR DIR --text valid.jsonl --tokens 4096 --json out.json
+
+With --kv-cache each factored model also runs through a cache of pages that keeps keys and values,
+and one that keeps their latents: perplexity and bytes of both.
 """
 
 import argparse
@@ -23,8 +26,12 @@ from checkpoints.store import MANIFEST
 from checkpoints.tensor_files import read_json
 from checkpoints.text import load_tokenizer, read_documents, sha256, token_sequences
 from checkpoints.verify import mean_loss
+from pw_jax.engine.config import EngineConfig, KvCacheKind
 from pw_jax.errors import UserError
+from pw_jax.evaluation.cached import cached_loss
 from pw_jax.models.registry import parameter_count
+
+CACHES: tuple[KvCacheKind, ...] = ("full", "latent")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -35,11 +42,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--text", type=Path, required=True, help=".txt or .jsonl that no model was calibrated on")
     add("--tokens", type=int, default=4096, help="how much of it (default %(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
+    add("--kv-cache", nargs="+", choices=CACHES, default=[], help="of factored models, see above")
     add("--json", type=Path, help="file to write, with this command in it")
     return parser.parse_args(argv)
 
 
-def measure(directory: Path, text: Path, count: int, dtype: str) -> dict[str, Any]:
+def measure(
+    directory: Path, text: Path, count: int, dtype: str, caches: Sequence[KvCacheKind]
+) -> dict[str, Any]:
     """Perplexity of one model, with what is known of how it was made."""
     low_rank = is_low_rank(directory)
     tokens = token_sequences(load_tokenizer(directory), read_documents(text), count)
@@ -47,6 +57,9 @@ def measure(directory: Path, text: Path, count: int, dtype: str) -> dict[str, An
     made = read_json(directory / MANIFEST) if low_rank else {}
     started = time.monotonic()
     loss = mean_loss(model, tokens)
+    seconds = round(time.monotonic() - started, 1)
+    configs = [EngineConfig(kv_cache=kind, kv_dtype=dtype) for kind in caches if low_rank]
+    found = {config.kv_cache: cached_loss(model, tokens, config) for config in configs}
     return {
         "model": directory.name,
         "method": made.get("method", "dense"),
@@ -57,7 +70,15 @@ def measure(directory: Path, text: Path, count: int, dtype: str) -> dict[str, An
         "parameters": parameter_count(model),
         "tokens": int(tokens.size),
         "perplexity": math.exp(min(loss, 700.0)),
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": seconds,
+        "caches": {
+            kind: {
+                "perplexity": math.exp(min(float(one.loss.mean()), 700.0)),
+                "pool_bytes": one.pool_bytes,
+                "token_bytes": one.token_bytes,
+            }
+            for kind, one in found.items()
+        },
     }
 
 
@@ -84,7 +105,7 @@ def main(argv: Sequence[str] | None) -> None:
     with progress_console().status("starting") as status:
         for directory in flags.models:
             status.update(directory.name)
-            rows.append(measure(directory, flags.text, flags.tokens, flags.dtype))
+            rows.append(measure(directory, flags.text, flags.tokens, flags.dtype, flags.kv_cache))
             if flags.json is not None:
                 arguments = [Path(a).name if "/" in a else a for a in argv or sys.argv[1:]]
                 record = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_calibration import CONFIG, EXPERTS, HIDDEN, LAYERS, TOP_K, VOCABULARY, WIDTH
 
-from pw_jax.activations import hessian, prompt_damages
+from pw_jax.activations import hessian, prompt_damages, routing_choices
 from pw_jax.errors import UserError
 from pw_jax.models import registry
 from pw_jax.models.decoder import CausalLm
@@ -147,3 +147,13 @@ def test_bad_tokens_are_refused(model):
         prompt_damages(model, np.full((1, 4), VOCABULARY, np.int32), ONES)
     with pytest.raises(UserError, match="without dense routed experts"):
         hessian(registry.random_model(CONFIG, experts="paged"), np.zeros((1, 4), np.int32))
+
+
+def test_choices_are_those_of_the_router(model, tokens, inputs):
+    found = routing_choices(model, tokens)
+    assert found.shape == (*tokens.shape, LAYERS, EXPERTS)
+    assert (found.sum(axis=-1) == TOP_K).all()
+    for sequence, layers in enumerate(inputs):
+        for layer, (_, expert_ids, _) in enumerate(layers):
+            chosen = np.take_along_axis(found[sequence, :, layer], expert_ids, axis=1)
+            assert chosen.all()

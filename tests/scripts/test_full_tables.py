@@ -29,14 +29,15 @@ def test_parts_are_joined(load, tmp_path):
     assert tables.join(inputs) == files
 
 
-def test_every_step_parses(load, monkeypatch, tmp_path):
+@pytest.mark.parametrize("size", ["full", "small"])
+def test_every_step_parses(load, size):
     tables = load("full_tables")
     names = {"inputs": "in", "work": "work", "out": "out", "wheel": "wheel"}
-    names |= {"steps": 10, "limit": 5, "text_tokens": 512}
+    names = tables.SIZES[size]._asdict() | names
     made = set()
     for step in tables.STEPS:
         makes = step.makes.format(**names)
-        words = [word.format(**names, makes=makes) for word in step.command.split()]
+        words = step.command.format(**names, makes=makes).split()
         assert makes in words
         for word in words:  # what a step reads is there by then
             assert (
@@ -48,7 +49,7 @@ def test_every_step_parses(load, monkeypatch, tmp_path):
         made.add(makes)
         if hasattr(load(words[0].removesuffix(".py")), "parse"):
             load(words[0].removesuffix(".py")).parse(words[1:])
-    assert set(tables.TASKS.split()) >= set(TASKS)
+    assert set(tables.SIZES["full"].tasks.split()) >= set(TASKS)
 
 
 def test_steps_that_are_done_are_left_out(command, load, monkeypatch, tmp_path):

@@ -94,3 +94,22 @@ def test_caches_of_factored_models(command, tmp_path):
     text = (tmp_path / "decomposition.md").read_text()
     assert "| 3 | 1.00 | 3, 100, 1.00 | 3, 60, 1.00 |" in text
     assert "| 6 | 2.00 |  |  |" in text
+
+
+def test_scores_stand_beside_those_of_transformers(command, tmp_path):
+    ours, golden = tmp_path / "ours.json", tmp_path / "golden.json"
+    metrics = {"acc": estimate(0.5), "bits_per_byte": estimate(1.5)}
+    row = {"tasks": {"piqa": {"metrics": metrics}}}
+    ours.write_text(json.dumps({"command": "python it", "results": [row]}))
+    theirs = {"piqa": {"metrics": {"acc": 0.25, "bits_per_byte": 1.25}}}
+    versions = {"transformers": "5", "torch": "2"}
+    golden.write_text(json.dumps({"limit": 4, "versions": versions, "tasks": theirs}))
+    flags = ("--scores", ours, "--golden", golden, "--out", tmp_path)
+    code, _, error = command("make_tables", *flags)
+    assert code == 0, error
+    text = (tmp_path / "scores.md").read_text()
+    assert "| piqa: acc, % | 50.0 (25.0..100.0) | 25.0 |" in text
+    assert "| piqa: bits_per_byte | 1.5000 (0.7500..3.0000) | 1.2500 |" in text
+    code, _, error = command("make_tables", "--scores", ours, "--out", tmp_path)
+    assert code == 2
+    assert "together" in error
