@@ -3,10 +3,16 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 RELEASE = -1
 RESTORE = 1
+
+SMALL_SHARE = 0.125
+"""Of all pages that could be released: up to there it pays to look at few blocks only."""
+
+LEAST_BLOCKS = 64
+"""Blocks that are looked at however small the release."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +34,18 @@ class Blocks:
     start: Int[np.ndarray, "N"]
     lowest: Int[np.ndarray, "N"]
     direction: int
+
+    def only(self, columns: Int[np.ndarray, "M"]) -> "Blocks":
+        """Some of the blocks."""
+        if len(columns) == len(self.start):
+            return self
+        return dataclasses.replace(
+            self,
+            damage=self.damage[:, columns],
+            module=self.module[columns],
+            start=self.start[columns],
+            lowest=self.lowest[columns],
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +81,19 @@ def convex_steps(blocks: Blocks) -> Steps:
     widths, count = damage.shape
     pages = np.ascontiguousarray(blocks.table.T[:, blocks.module])
     rows = range(widths)[::direction]  # in the order of the walk
-    index = np.arange(widths)[:, None]
-    released = (blocks.lowest <= index) & (index <= start)
-    inside = released if direction == RELEASE else index >= start
+    inside = _inside(blocks)
     # An outside width is infinitely bad: the way in from it is -inf, the way out to it inf, and so
     # it bars no width inside.
-    barred = np.where(inside, damage, np.inf)
+    barred, held = np.where(inside, damage, np.inf)[::direction], pages[::direction]
     steepest_in = np.full((widths, count), -np.inf)
     flattest_out = np.full((widths, count), np.inf)
     with np.errstate(invalid="ignore"):  # inf - inf, between two outside widths
-        for i, near in enumerate(rows):
-            for far in rows[i + 1 :]:
-                slope = _slope(barred[far] - barred[near], direction * (pages[far] - pages[near]))
-                np.maximum(steepest_in[far], slope, out=steepest_in[far])
-                np.minimum(flattest_out[near], slope, out=flattest_out[near])
+        for apart in range(1, widths):
+            size = direction * (held[apart:] - held[:-apart])
+            slope = _slope(barred[apart:] - barred[:-apart], size)
+            np.maximum(steepest_in[apart:], slope, out=steepest_in[apart:])
+            np.minimum(flattest_out[:-apart], slope, out=flattest_out[:-apart])
+    steepest_in, flattest_out = steepest_in[::direction], flattest_out[::direction]
     on_hull = inside & (steepest_in <= flattest_out) & (steepest_in < np.inf)
 
     # Walk: each block steps from the last width of its hull to the next.
@@ -102,6 +119,36 @@ def convex_steps(blocks: Blocks) -> Steps:
     *columns, slopes = (np.concatenate(column) for column in zip(*found, strict=True))
     order = _stable_order(slopes)
     return Steps(*(column[order] for column in columns))
+
+
+def in_reach(blocks: Blocks, amount: int) -> Int[np.ndarray, "M"]:
+    """Columns of the blocks that a release of some pages could come to; the others need no look.
+
+    A step costs at least as much a page as its block's first one. So where the blocks with the
+    cheapest first steps free the pages with these alone, greedy takes no step of another block. As
+    many again are kept for the last move.
+    """
+    column = np.arange(len(blocks.start))
+    pages = blocks.table.T[:, blocks.module]
+    freed = pages[blocks.start, column] - pages
+    if SMALL_SHARE * int(freed[blocks.lowest, column].sum()) < amount:
+        return column
+    cost = blocks.damage - blocks.damage[blocks.start, column]
+    slope = np.where(_inside(blocks) & (freed > 0), _slope(cost, freed), np.inf)
+    first = slope.argmin(axis=0)
+    slope = slope[first, column]
+    order = np.argsort(slope, kind="stable")
+    freed_so_far = np.cumsum(np.where(slope < np.inf, freed[first, column], 0)[order])
+    count = int(np.searchsorted(freed_so_far, amount)) + 1
+    return np.sort(order[: max(2 * count, LEAST_BLOCKS)])
+
+
+def _inside(blocks: Blocks) -> Bool[np.ndarray, "W N"]:
+    """Widths that each block may have."""
+    index = np.arange(len(blocks.damage))[:, None]
+    if blocks.direction == RELEASE:
+        return (blocks.lowest <= index) & (index <= blocks.start)
+    return index >= blocks.start
 
 
 def _slope(cost: np.ndarray, size: np.ndarray) -> np.ndarray:

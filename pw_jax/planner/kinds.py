@@ -61,15 +61,16 @@ def weigh(
     ones, relative = np.ones((layers, experts)), routing.relative()
     if config.kind == "oracle" and oracle is not None:
         return Weighing(oracle, ones, _lowest(config, ones))
-    flat = flat_damage(pages, layers, experts)
-    if config.kind in ("uniform", "random", "frequency"):
-        if config.kind == "random":
-            flat = random_damage(pages, layers, experts, config.random_seed)
-        elif config.kind == "frequency":
+    if config.kind == "random":
+        drawn = random_damage(pages, layers, experts, config.random_seed)
+        return Weighing(drawn, ones, _lowest(config, ones))
+    if config.kind in ("uniform", "frequency"):
+        flat = flat_damage(pages, layers, experts)
+        if config.kind == "frequency":
             flat = flat * relative[..., None, None]
         return Weighing(flat, ones, _lowest(config, ones))
     if not config.sensitivity:
-        damage = flat
+        damage = flat_damage(pages, layers, experts)
     if config.kind == "per_layer":
         weighted = damage * (relative if config.routing else ones)[..., None, None]
         if prompt_factor is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from pw_jax.planner.hull import RELEASE, RESTORE, Blocks, convex_steps
+from pw_jax.planner.hull import RELEASE, RESTORE, Blocks, convex_steps, in_reach
 from pw_jax.planner.selection import select
 
 
@@ -136,6 +136,9 @@ def _plan(inputs: PlanInputs, amount: int, direction: int) -> Plan:
     if amount < 0 or (amount == 0 and direction == RELEASE):
         return Plan(np.zeros((0, 5), dtype=np.int64), 0, 0, 0.0, 0.0)
     block, blocks = _blocks_that_may_move(inputs, direction)
+    if direction == RELEASE:
+        near = in_reach(blocks, amount)
+        block, blocks = block[near], blocks.only(near)
     steps = convex_steps(blocks)
     reachable = int(steps.size.sum())
     shortage = max(0, amount - reachable) if direction == RELEASE else 0

@@ -90,7 +90,6 @@ def _best_finish(
     a few dozen cases, each looked up once and tried on all blocks that stand at `from` then.
     """
     damage, start, direction = blocks.damage, blocks.start, blocks.direction
-    widths = len(damage)
     rank = np.arange(len(steps.block), dtype=np.int32)
     arrives = np.full(damage.shape, _NEVER, dtype=np.int32)
     leaves = np.full(damage.shape, _NEVER, dtype=np.int32)
@@ -101,33 +100,35 @@ def _best_finish(
         (columns,) = np.nonzero(blocks.module == module)
         if not len(columns):
             continue
-        here, floor = damage[:, columns], blocks.lowest[columns]
-        came, left = arrives[:, columns], leaves[:, columns]
-        earliest = came.min(axis=1)  # before that step, no block stands at the width
-        for source in range(widths):
-            targets = (
-                range(source - 1, -1, -1) if direction == RELEASE else range(source + 1, widths)
+        here, came, left = damage[:, columns], arrives[:, columns], leaves[:, columns]
+        source, target = np.nonzero(direction * (table - table[:, None]) > 0)
+        size = direction * (table[target] - table[source])
+        if direction == RELEASE:
+            taken = np.searchsorted(sizes, amount - size, side="left")
+        else:
+            taken = np.searchsorted(sizes, amount - size, side="right") - 1
+        # Before its first arrival, no block stands at a width.
+        possible = (taken >= 0) & (taken > came.min(axis=1)[source])
+        if direction == RELEASE:
+            possible &= costs[taken] <= best.cost
+        if not possible.any():
+            continue
+        source, target, size, taken = (a[possible] for a in (source, target, size, taken))
+        stands = (came[source] < taken[:, None]) & (taken[:, None] <= left[source])
+        stands &= blocks.lowest[columns] <= target[:, None]
+        extra = np.where(stands, here[target] - here[source], np.inf)
+        column = extra.argmin(axis=1)
+        cost = costs[taken] + extra[np.arange(len(column)), column]
+        total = sizes[taken] + size
+        one = np.lexsort((total, cost))[0]
+        if (cost[one], total[one]) < (best.cost, best.size):
+            best = _Finish(
+                float(cost[one]),
+                int(total[one]),
+                int(taken[one]),
+                int(columns[column[one]]),
+                int(target[one]),
             )
-            for target in targets:
-                size = int(direction * (table[target] - table[source]))
-                if size <= 0:
-                    continue
-                if direction == RELEASE:
-                    taken = int(np.searchsorted(sizes, amount - size, side="left"))
-                    if costs[taken] > best.cost:
-                        continue
-                else:
-                    taken = int(np.searchsorted(sizes, amount - size, side="right")) - 1
-                    if taken < 0:
-                        continue
-                if taken <= earliest[source]:
-                    continue
-                stands = (came[source] < taken) & (taken <= left[source]) & (floor <= target)
-                extra = np.where(stands, here[target] - here[source], np.inf)
-                chosen = int(extra.argmin())
-                cost, total = float(costs[taken] + extra[chosen]), int(sizes[taken]) + size
-                if (cost, total) < (best.cost, best.size):
-                    best = _Finish(cost, total, taken, int(columns[chosen]), target)
     return best
 
 

@@ -6,7 +6,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planner_instances import all_outcomes, check_plan, instances
 
-from pw_jax.planner.hull import RELEASE, convex_steps
+from pw_jax.planner import hull as hull_module
+from pw_jax.planner import plan as plan_module
+from pw_jax.planner.hull import RELEASE, convex_steps, in_reach
 from pw_jax.planner.plan import PlanInputs, _blocks_that_may_move, plan_release
 
 PAGES = np.array([[6, 8, 10, 12, 14, 18], [3, 4, 5, 6, 7, 9]])
@@ -188,3 +190,43 @@ def test_bad_inputs_are_refused(changes, message):
     # A wrong shape is a TypeError where annotations are checked, as here, and else a ValueError.
     with pytest.raises((ValueError, TypeError), match=message):
         dataclasses.replace(inputs, **changes)
+
+
+def many_blocks(generator):
+    shape = (6, 40, 2)
+    damage = np.cumsum(generator.exponential(1.0, (*shape, 6)), axis=-1)[..., ::-1]
+    return PlanInputs(
+        generator.integers(3, 9, shape),
+        damage,
+        PAGES,
+        np.ones(shape[:2]),
+        generator.integers(3, 6, shape[:2]),
+        generator.random(shape) < 0.9,
+    )
+
+
+@pytest.mark.parametrize("wanted", [1, 7, 40, 150])
+def test_small_releases_look_at_few_blocks_and_choose_the_same(wanted, monkeypatch):
+    inputs = many_blocks(np.random.default_rng(wanted))
+    plan = plan_release(inputs, wanted)
+    looked_at = in_reach(_blocks_that_may_move(inputs, RELEASE)[1], wanted)
+    monkeypatch.setattr(plan_module, "in_reach", lambda blocks, _: np.arange(len(blocks.start)))
+    of_all = plan_release(inputs, wanted)
+    np.testing.assert_array_equal(plan.steps, of_all.steps)
+    assert plan.bound_gap == of_all.bound_gap
+    assert len(looked_at) < inputs.bits.size / 3
+
+
+@given(instances(), st.integers(1, 150))
+@settings(max_examples=100, deadline=None)
+def test_plans_that_look_at_few_blocks_stay_within_the_gap(inputs, wanted):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hull_module, "LEAST_BLOCKS", 1)
+        patch.setattr(hull_module, "SMALL_SHARE", 1.0)
+        plan = plan_release(inputs, wanted)
+    pages, damage = all_outcomes(inputs, release=True)
+    met = min(wanted, int(pages.max()))
+    assert plan.shortage == wanted - met
+    assert plan.pages_released >= met
+    best = damage[pages >= met].min()
+    assert best <= plan.damage_added <= best + plan.bound_gap + 1e-9
