@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw_jax.engine.memory_plan import MemoryPlan
-from pw_jax.engine.packing import Packing
 from pw_jax.engine.sampling import GREEDY, Sampling, SamplingArrays
 from pw_jax.engine.steps import (
     Caches,
@@ -22,6 +21,7 @@ from pw_jax.engine.steps import (
     Steps,
 )
 from pw_jax.models.config import ModelConfig
+from pw_jax.packing import Packing
 from pw_jax.paging.layout import PagingLayout
 from sharding.placement import Placement
 

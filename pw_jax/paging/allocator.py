@@ -71,7 +71,7 @@ class PageAllocator:
                 free, which would corrupt somebody's data if it passed.
         """
         wrong = ids[self._owner[ids] != owner]
-        if len(wrong) or len(np.unique(ids)) != len(ids):
+        if len(wrong) or len(set(ids.tolist())) != len(ids):
             raise ValueError(f"pages {wrong[:8].tolist()} are not {owner.name}, or given twice")
         self._owner[ids] = Owner.FREE
         self._stack[self._free : self._free + len(ids)] = ids

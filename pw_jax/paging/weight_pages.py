@@ -13,6 +13,8 @@ so a page freed here cannot be overwritten before that step has read it.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ from jaxtyping import Int8, Int32
 
 from pallas_kernels.page_layout import MatrixLayout
 from pallas_kernels.paged_expert_ffn import ModulePages
+from pw_jax.packing import Packing
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.paging.host_pages import Block, HostPages, Transfer
 from pw_jax.paging.layout import MODULES, PagingLayout
@@ -55,17 +58,22 @@ class WeightPageTable:
             raise ValueError("this layout has no paged experts")
         self._allocator = allocator
         self._host = host
-        self._sharding = sharding
         self._matrices: tuple[MatrixLayout, MatrixLayout] = layout.matrices
         shape = (layout.moe_layers, layout.experts)
         self._bits = np.zeros((*shape, len(MODULES)), np.int8)
-        self._planes = [
-            np.zeros((*shape, matrix.parent_bits, matrix.plane_pages), np.int32)
-            for matrix in self._matrices
-        ]
-        self._tables = [
-            np.zeros((*shape, matrix.most_table_pages), np.int32) for matrix in self._matrices
-        ]
+        # One vector: sending the whole state is one copy, however many arrays steps want of it.
+        self._packing = Packing(
+            [
+                (
+                    np.zeros(shape, np.int32),
+                    np.zeros((*shape, matrix.parent_bits, matrix.plane_pages), np.int32),
+                    np.zeros((*shape, matrix.most_table_pages), np.int32),
+                )
+                for matrix in self._matrices
+            ]
+        )
+        self._widths, self._planes, self._tables = zip(*self._packing.defaults, strict=True)
+        self._sharding = sharding
         self._raises: dict[Block, _Raise] = {}
         self._snapshot: tuple[ModulePages, ModulePages] | None = None
         self._summary: tuple[dict[int, int], float] | None = None
@@ -193,17 +201,17 @@ class WeightPageTable:
         They are replaced whole and never written, so a step keeps what it was given.
         """
         if self._snapshot is None:
-            gate_up, down = jax.device_put(
-                [
-                    (self._bits[:, :, module].astype(np.int32), planes.copy(), tables.copy())
-                    for module, (planes, tables) in enumerate(
-                        zip(self._planes, self._tables, strict=True)
-                    )
-                ],
-                self._sharding,
-            )
+            for module, widths in enumerate(self._widths):
+                widths[...] = self._bits[..., module]
+            # A copy: the device may read it late.
+            gate_up, down = self._unpack(self._packing.vector.copy())
             self._snapshot = ModulePages(*gate_up), ModulePages(*down)
         return self._snapshot
+
+    @cached_property
+    def _unpack(self) -> Any:
+        unpack = jax.jit(self._packing.unpack, out_shardings=self._sharding)
+        return unpack.lower(self._packing.vector).compile()
 
     def used_pages(self) -> Int32[np.ndarray, " count"]:
         """Every page that a block holds or has reserved, for accounting; ascending."""

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from pw_jax.engine.packing import Packing
+from pw_jax.packing import Packing
 
 
 def blank() -> dict[str, np.ndarray]:
