@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -98,5 +97,9 @@ def rows_per_table(rows: int, columns: int, parent_bits: int) -> int:
 
 def dequantize(matrix: QuantizedMatrix, bits: int) -> Float[Array, "N K"]:
     """The float32 matrix at one width. Works inside jit, and under vmap for stacked matrices."""
-    codes = unpack_codes(jnp.asarray(matrix.planes)[:bits])
-    return look_up(codes, jnp.asarray(matrix.tables[bits]), jnp.asarray(matrix.scales[bits]))
+    return _dequantize(matrix.planes[:bits], matrix.tables[bits], matrix.scales[bits])
+
+
+@jax.jit  # one program a shape and width, not one an operation
+def _dequantize(planes: HostOrDevice, table: HostOrDevice, scales: HostOrDevice) -> jax.Array:
+    return look_up(unpack_codes(planes), table, scales)
