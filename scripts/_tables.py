@@ -207,6 +207,41 @@ def movement(report: Record) -> str:
     return markdown(header, rows)
 
 
+def ramps(reports: Mapping[str, Record]) -> str:
+    """Of `scripts/benchmark.py ramp`: a column a report, under its name; times in milliseconds."""
+
+    def times(report: Record, name: str) -> str:
+        found = report.get(name)  # files of earlier versions lack some
+        return "" if found is None else ", ".join(f"{found[p]:.2f}" for p in ("p50", "p99", "p100"))
+
+    def numbers(report: Record, *names: str) -> str:
+        return ", ".join(str(report[name]) for name in names)
+
+    rows: dict[str, Callable[[Record], str]] = {
+        "sequences: steady, burst": lambda r: numbers(r["ramp"], "steady", "burst"),
+        "mean bits: before, least, after": lambda r: ", ".join(f"{b:.2f}" for b in r["mean_bits"]),
+        "blocks lowered, raised": lambda r: numbers(r, "lowered", "raised"),
+        "pages of experts that held keys one boundary later; turns": lambda r: numbers(
+            r["handed_over_within_a_step"], "pages", "turns"
+        ),
+        "compilations, preemptions": lambda r: numbers(r, "compilations", "preemptions"),
+        "turns without a plan": lambda r: str(r["turns_without_plan_ms"]["count"]),
+        "their time: median, 99%, most": lambda r: times(r, "turns_without_plan_ms"),
+        "of the host's thread alone": lambda r: times(r, "host_without_plan_ms"),
+        "over the median of as many sequences": lambda r: times(r, "ratio_without_plan"),
+        "turns with a plan": lambda r: str(r["turns_with_plan_ms"]["count"]),
+        "their time": lambda r: times(r, "turns_with_plan_ms"),
+        "of it planning and moving": lambda r: times(r, "plan_and_move_ms"),
+        "of the host's thread alone, with a plan": lambda r: times(r, "host_with_plan_ms"),
+        "over the median of turns without": lambda r: times(r, "ratio_with_plan"),
+        "above 1.5 medians: without a plan, with, because of it": lambda r: numbers(
+            r, "slow_without_plan", "slow_with_plan", "slow_because_of_plan"
+        ),
+    }
+    cells = [[name, *(cell(r) for r in reports.values())] for name, cell in rows.items()]
+    return markdown(["", *reports], cells)
+
+
 def domain_shift(records: Sequence[Record]) -> str:
     """Table 2, while the subject changes: KL in each phase, less uniform and less full."""
     parts = []

@@ -22,12 +22,22 @@ from typing import Any, get_args
 import jax
 from _command import run as run_command
 from _ramp_benchmark import SHAPES
-from _tp_command import add_flags as add_tp_flags
-from _tp_command import run as run_tp
+from _tp_benchmark import (
+    WORKLOADS,
+    AloneRecord,
+    TpRecord,
+    cases,
+    compile_only,
+    measure,
+    measure_alone,
+)
 
+from checkpoints.tensor_files import read_json
 from pallas_kernels.implementation import Implementation
 from pw_jax.errors import UserError
+from pw_jax.models import registry
 from pw_jax.planner.config import PlannerKind
+from sharding.layouts import LAYOUTS
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -38,7 +48,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     kernels.add_argument("--json", type=Path, required=True, help="where results go")
     kernels.add_argument("--models", nargs="*", default=[], help="only these shapes")
     tp = commands.add_parser("tp", help="factored layers under tensor parallelism")
-    add_tp_flags(tp)
+    tp.add_argument(
+        "--config", type=Path, nargs="+", required=True, help="config.json or its folder"
+    )
+    where = tp.add_mutually_exclusive_group()
+    where.add_argument("--tp", type=int, nargs="+", help="devices (default: 1, 2, 4 ... all)")
+    where.add_argument(
+        "--alone", type=int, nargs="+", help="what one of so many devices computes, on one device"
+    )
+    tp.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    tp.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.6, 0.4], help="kept shares")
+    tp.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    tp.add_argument("--layers", type=int, default=4, help="layers timed (default %(default)s)")
+    tp.add_argument("--compile-only", action="store_true", help="fill JAX's compilation cache")
+    tp.add_argument("--json", type=Path, required=True, help="where results go")
     engine = commands.add_parser("engine", help="whole generations, with random weights")
     _add_generation_flags(engine)
     engine.add_argument("--experts", choices=("paged", "bf16"), default="paged")
@@ -61,13 +84,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     peer.add_argument("--mode", choices=("eager", "compiled"), default="eager")
     latent = commands.add_parser("latent-kv", help="attention over latents against full KV")
     latent.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="tokens")
-    latent.add_argument(
-        "--dispatch-only",
-        action="store_true",
-        help="only fixed shapes against steps op by op and of new lengths; runs anywhere",
-    )
-    latent.add_argument("--batch", type=int, default=64, help="sequences of that")
-    latent.add_argument("--layers", type=int, default=8, help="layers of that")
     latent.add_argument("--json", type=Path, required=True, help="where results go")
     ramp = commands.add_parser("ramp", help="decoding while keys and values ramp up and down")
     ramp.add_argument("--shape", choices=list(SHAPES), default="small", help="default %(default)s")
@@ -77,9 +93,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ramp.add_argument("--burst-tokens", type=int, default=128, help="of each (default %(default)s)")
     ramp.add_argument("--quiet-turns", type=int, default=48, help="before the burst")
     ramp.add_argument("--prompt-tokens", type=int, default=32, help="default %(default)s")
+    ramp.add_argument("--idle-device", action="store_true", help="the host's work by itself")
     ramp.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     ramp.add_argument("--implementation", choices=("auto", "xla", "pallas"), default="auto")
-    ramp.add_argument("--json", type=Path, required=True, help="where results go")
+    where = ramp.add_mutually_exclusive_group(required=True)
+    where.add_argument("--json", type=Path, help="where results go")
+    where.add_argument("--tables", type=Path, nargs="+", help="only print those of earlier files")
     plan = commands.add_parser("plan", help="time to plan 40,000 steps, on one CPU core")
     plan.add_argument("--json", type=Path, required=True, help="where results go")
     return parser.parse_args(argv)
@@ -96,6 +115,14 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
 
 def ramp(arguments: argparse.Namespace) -> None:
     """The ``ramp`` command."""
+    from _tables import ramps
+
+    if arguments.tables:
+        named = {f"{path.parent.name}/{path.stem}": read_json(path) for path in arguments.tables}
+        print(ramps(named))
+        return
+
+    from _idle_device import idle_device
     from _ramp_benchmark import Ramp, make_engine, measure, model_config, report
 
     load = Ramp(
@@ -107,6 +134,8 @@ def ramp(arguments: argparse.Namespace) -> None:
     )
     config = model_config(arguments.shape, arguments.layers)
     engine = make_engine(config, load, arguments.dtype, arguments.implementation)
+    if arguments.idle_device:
+        idle_device(engine)
     found = measure(engine, load)
     print(report(found))
     _write_one(arguments.json, {"shape": arguments.shape, "layers": arguments.layers, **found})
@@ -167,8 +196,51 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 
 def tp(arguments: argparse.Namespace) -> None:
-    """The ``tp`` command."""
-    run_tp(arguments)
+    """The ``tp`` command; any devices will do, but only GPUs' times mean much."""
+    present = len(jax.devices())
+    counts = arguments.tp or [n for n in range(1, present + 1) if n & (n - 1) == 0]
+    if max(counts) > present:
+        raise UserError(f"--tp {max(counts)}, but there are {present} devices")
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "environment": {
+            name: os.environ.get(name, "")
+            for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "XLA_FLAGS")
+        },
+        "records": [],
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+
+    def report(record: TpRecord | AloneRecord) -> None:
+        print(
+            f"{record.model} {record.layout} over {record.devices}, keeps {record.ratio:g}, "
+            f"{record.workload}: prefill {record.prefill_us:.0f} us a layer, "
+            f"decode step {record.decode_us:.1f}",
+            flush=True,
+        )
+        result["records"].append(asdict(record))  # written each time: a run may be cut short
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    for path in arguments.config:
+        path = path / "config.json" if path.is_dir() else path
+        config = registry.read_config(read_json(path), str(path))
+        name = path.parent.name if path.name == "config.json" else path.stem
+        chosen = [
+            (devices, WORKLOADS[kind], *case)
+            for devices in arguments.alone or counts
+            for kind in arguments.workloads
+            for case in cases(arguments.ratios, arguments.layouts)
+        ]
+        for devices, workload, layout, ratio in chosen:
+            how = (config, name, layout, devices, ratio)
+            if arguments.compile_only:
+                compile_only(config, *how[2:], arguments.layers, workload)
+            elif arguments.alone:
+                report(measure_alone(*how, workload))
+            else:
+                report(measure(*how, arguments.layers, workload))
 
 
 def engine(arguments: argparse.Namespace) -> None:
@@ -242,12 +314,6 @@ def latent_kv(arguments: argparse.Namespace) -> None:
     """The ``latent-kv`` command."""
     from _latent_benchmark import dispatch_record, run
 
-    sizes = (arguments.batch, arguments.contexts[0], arguments.layers)
-    if arguments.dispatch_only:
-        found = dispatch_record(*sizes)
-        print(found)
-        _write_one(arguments.json, {"dispatch": found})
-        return
     if jax.default_backend() != "gpu":
         raise UserError("scripts/benchmark.py latent-kv needs an NVIDIA GPU and JAX's CUDA plugin")
     result: dict[str, Any] = {
@@ -270,7 +336,7 @@ def latent_kv(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
     run(arguments.contexts, report)
-    result["dispatch"] = dispatch_record(*sizes)
+    result["dispatch"] = dispatch_record()
     print(result["dispatch"])
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

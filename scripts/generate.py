@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None) -> None:
     seconds = time.perf_counter() - started
     generations = [finish(sequence, tokenizer) for sequence in sequences]
     if flags.trace is not None:
-        moves = engine.precision.events if engine.precision is not None else ()
+        moves = engine.precision.moves.events if engine.precision is not None else ()
         write_trace(flags.trace, engine.trace, moves)
     if flags.json is not None:
         report = json.dumps(as_json(engine, prompts, generations, seconds), indent=2)

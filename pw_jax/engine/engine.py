@@ -10,7 +10,6 @@ from collections.abc import Sequence as Many
 import jax
 import numpy as np
 
-from pw_jax.engine.cache_choice import latents_of
 from pw_jax.engine.compiled import CompiledSteps, fill_chunk, fill_sampling, first_state
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.expert_source import ExpertSource
@@ -25,6 +24,7 @@ from pw_jax.engine.trace import StepRecord
 from pw_jax.engine.unread import PromptChunk, Unread
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
+from pw_jax.models.latent import latent_layers
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.tensor_parallel.model import ParallelModel
 from sharding.placement import Placement, bytes_on_a_device
@@ -68,8 +68,8 @@ class Engine:
             array_bytes += column_weight_bytes(model.config, config.planner)
         check_experts(config, experts, placement.devices)
         on_device = dataclasses.replace(model.config, kv_shapes=model.kv_shapes)
-        latents = latents_of(model, config)
-        self.plan = plan_memory(on_device, config, experts, array_bytes, latents, placement.devices)
+        latents = {} if isinstance(model, ParallelModel) else latent_layers(model)
+        self.plan = plan_memory(on_device, config, experts, array_bytes, placement.devices, latents)
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)
@@ -109,7 +109,7 @@ class Engine:
         self._reads = 0
         self._dispatched_tokens = 0
         self._preemptions = 0
-        self._plan_seconds = self._wait_seconds = 0.0
+        self._wait_seconds = 0.0
         self._started = time.perf_counter()
         self.trace: list[StepRecord] = []
 
@@ -190,12 +190,8 @@ class Engine:
             Tokens read in this turn.
         """
         began = time.perf_counter()
-        self._plan_seconds = self._wait_seconds = 0.0
+        self._wait_seconds = 0.0
         events: list[TokenEvent] = []
-        if self.precision is not None:
-            with jax.profiler.TraceAnnotation("commit and restore"):
-                self._set_pool(self.precision.advance(self._caches.pool, restore=not self._waiting))
-            self._plan_seconds += time.perf_counter() - began
         if self._waiting:
             self._admit()
         with jax.profiler.TraceAnnotation("prefill"):
@@ -203,6 +199,7 @@ class Engine:
         with jax.profiler.StepTraceAnnotation("decode", step_num=self._turns):
             decoded = self._decode_step(events)
         just_dispatched = bool(prefilled) + bool(decoded)
+        self._plan_ahead()
         with jax.profiler.TraceAnnotation("read tokens"):
             while len(self._unread) > just_dispatched:
                 events += self._read()
@@ -330,16 +327,20 @@ class Engine:
                 self._preempt(self._running[-1])
         return None
 
-    def _relieve(self, needed: int) -> None:
+    def _plan_ahead(self) -> None:
+        """Plans and moves for the next turn, while the device works on this one."""
         if self.precision is None:
             return
+        needed = self._kv.needed_next(self._running, self.config.prefill_chunk)
+        pool, restore = self._caches.pool, not self._waiting
+        self._set_pool(self.precision.advance(pool, needed=needed, restore=restore))
+
+    def _relieve(self, needed: int) -> None:
+        """Frees pages that are lacking now: what planning ahead did not foresee."""
+        if self.precision is None or needed <= self.allocator.free:
+            return
         wanted = self.precision.pages_wanted(self.allocator.free - needed)
-        if wanted > 0:
-            began = time.perf_counter()
-            with jax.profiler.TraceAnnotation("release"):
-                pool, _ = self.precision.relieve(self._caches.pool, wanted)
-            self._set_pool(pool)
-            self._plan_seconds += time.perf_counter() - began
+        self._set_pool(self.precision.relieve(self._caches.pool, wanted)[0])
 
     def _preempt(self, sequence: Sequence) -> None:
         if len(self._running) == 1:
@@ -405,7 +406,6 @@ class Engine:
                 kv_pages=self.allocator.owned(Owner.KV),
                 weight_pages=self.allocator.owned(Owner.WEIGHT),
                 preemptions=self._preemptions,
-                plan_seconds=self._plan_seconds,
                 step_seconds=seconds,
                 wait_seconds=self._wait_seconds,
                 **(self.precision.counters() if self.precision is not None else {}),

@@ -31,6 +31,16 @@ class KvCache:
             for group, held in zip(self._groups, self._held(sequence), strict=True)
         )
 
+    def needed_next(self, running: list[Sequence], prefill_chunk: int) -> int:
+        """Pages that the next turn's steps will take, for all that is known now."""
+        decoding = (s for s in running if s.prefilled and s.wants_token)
+        pages = sum(self.pages_needed(s, s.cached + 1) for s in decoding)
+        for sequence in running:
+            if not sequence.prefilled:  # one chunk a turn, of the oldest
+                tokens = min(sequence.cached + prefill_chunk, sequence.to_prefill)
+                return pages + self.pages_needed(sequence, tokens)
+        return pages
+
     def grow(self, sequence: Sequence, tokens: int) -> list[list[tuple[int, np.ndarray]]]:
         """Takes the pages that a sequence lacks to hold ``tokens`` tokens.
 

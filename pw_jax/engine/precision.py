@@ -1,6 +1,10 @@
 """Lowers and restores the precision of experts at step boundaries, as the planner says."""
 
-from collections.abc import Iterable
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -8,11 +12,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from pw_jax.engine.expert_source import ExpertSource
+from pw_jax.engine.moves import Moves
 from pw_jax.engine.prompts import RunningPrompts
-from pw_jax.engine.trace import PlanEvent
-from pw_jax.paging.allocator import OutOfPagesError, Owner, PageAllocator
+from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.paging.expert_slices import slice_experts
-from pw_jax.paging.host_pages import Block, HostPages, Transfer
+from pw_jax.paging.host_pages import HostPages
 from pw_jax.paging.layout import MODULES, PagingLayout
 from pw_jax.paging.mover import Mover
 from pw_jax.paging.weight_pages import WeightPageTable
@@ -21,12 +25,10 @@ from pw_jax.planner.damage import conditional_damage
 from pw_jax.planner.demand import pages_to_release, pages_to_restore, restorable
 from pw_jax.planner.initial import initial_bits
 from pw_jax.planner.kinds import floors_of, weigh
-from pw_jax.planner.plan import Plan, PlanInputs, plan_release, plan_restore
+from pw_jax.planner.plan import PlanInputs, Step, plan_release, plan_restore
 from pw_jax.planner.routing import RoutingMass
 from pw_jax.planner.static import optimal_bits
 from sharding.placement import Placement
-
-_NO_PAGES = np.zeros(0, np.int32)
 
 
 class _Nothing(NamedTuple):
@@ -56,10 +58,7 @@ class Precision:
 
     Attributes:
         table: The weight page table.
-        lowered: Blocks lowered so far.
-        raised: Blocks raised so far.
-        failed: Moves given up because a copy failed.
-        events: Plans and commits so far.
+        moves: Carries out what is planned, and counts it.
         prompts: Statistics of the running prompts.
 
     Args:
@@ -85,6 +84,7 @@ class Precision:
         prompts: RunningPrompts,
     ):
         self.table = table
+        self.moves = Moves(table, mover, config.raise_turns)
         self.prompts = prompts
         self._mover = mover
         self._allocator = allocator
@@ -99,14 +99,11 @@ class Precision:
                 for module in range(len(MODULES))
             ]
         )
-        self.lowered = 0
-        self.raised = 0
-        self.failed = 0
-        self.events: list[PlanEvent] = []
-        self._step = 0
+        self._seconds = 0.0
+        self._releases: deque[Step] = deque()  # planned and not done yet
+        self._raises: deque[Step] = deque()
         self._nothing: _Nothing | None = None
-        self._last_change = np.zeros(damage.shape[:3], np.int64)
-        self._started: dict[Block, int] = {}  # raises on the way, and the step they began at
+        self._lowest: dict[int, int] | None = None  # the histogram at which no block could fall
         self._seen_mass = np.zeros(routing.mass.shape)
         self._seen_tokens = 0
 
@@ -163,12 +160,14 @@ class Precision:
         return self.table.mean_bits
 
     def counters(self) -> dict[str, Any]:
-        """What a `StepRecord` says about experts, by its fields."""
+        """What a `StepRecord` says about experts, by its fields; seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
         return {
+            "plan_seconds": seconds,
             "mean_bits": self.mean_bits,
-            "lowered": self.lowered,
-            "raised": self.raised,
-            "failed": self.failed,
+            "lowered": self.moves.lowered,
+            "raised": self.moves.raised,
+            "failed": self.moves.failed,
             "bytes_moved": self.bytes_moved,
             "bits": self.table.histogram(),
         }
@@ -213,15 +212,19 @@ class Precision:
 
     def pages_wanted(self, free_pages: int) -> int:
         """Pages to ask for when ``free_pages`` are left; see `pages_to_release`."""
-        return pages_to_release(self._config, free_pages, kv_block_pages=self._kv_block_pages)
+        begun = bool(self._releases)
+        return pages_to_release(self._config, free_pages, self._kv_block_pages, begun=begun)
 
     def observe(self, mass: Float[np.ndarray, "L E"], tokens: int) -> None:
         """Takes in routing mass, both summed since the engine started."""
+        before = self._routing.buckets
         self._routing = self._routing.update(mass - self._seen_mass, tokens - self._seen_tokens)
+        if not np.array_equal(before, self._routing.buckets):  # floors and multipliers are others
+            self._forget_plans()
         self._seen_mass, self._seen_tokens = mass, tokens
 
     def relieve(self, pool: jax.Array, pages: int) -> tuple[jax.Array, int]:
-        """Frees pages: gives up raises on the way, then lowers the least harmful blocks.
+        """Frees pages at once: gives up raises on the way, then lowers the least harmful blocks.
 
         Args:
             pool: The pool; donated.
@@ -233,117 +236,135 @@ class Precision:
         if not self._config.moves_pages:
             return pool, 0
         before = self._allocator.free
-        for block in reversed(list(self.table.loading)):
-            if self._allocator.free - before >= pages:
-                break
-            self._cancel(block)
-        missing = pages - (self._allocator.free - before)
-        if missing > 0:
-            pool = self._lower(pool, missing)
+        with self._timed("release"):
+            self._cancel_raises(before + pages)
+            pool = self.moves.lower(pool, self._next_releases(before + pages))
+            if self._allocator.free < before + pages:  # what was planned already is not enough
+                self._plan_release(before + pages)
+                pool = self.moves.lower(pool, self._next_releases(before + pages))
         return pool, self._allocator.free - before
 
     def cancel_moves(self) -> None:
         """Gives up everything on its way: committed widths stay, reserved pages are returned."""
-        for block in list(self.table.loading):
-            self._cancel(block)
+        self._forget_plans()
+        while self.moves.cancel():
+            pass
 
-    def advance(self, pool: jax.Array, *, restore: bool = True) -> jax.Array:
-        """One step boundary: commits raises whose copies have landed, and starts new ones.
+    def advance(self, pool: jax.Array, *, needed: int = 0, restore: bool = True) -> jax.Array:
+        """One step boundary, called while the device runs the step before it.
+
+        Commits raises whose copies have landed. Then it either plans, or moves a few blocks of the
+        last plan (`PlannerConfig.moves_per_turn`): down if the next step would leave too few free
+        pages, else up.
 
         Args:
             pool: The pool; donated.
+            needed: Pages that the next step will take.
             restore: False while sequences wait for pages, which they need more.
         """
-        self._step += 1
-        landed, failed = self._mover.settled(self._due())
-        for block in failed:
-            self._fail(block)
-        transfers: list[Transfer] = []
-        for block in landed:
-            transfers += self._mover.take(block)
-            self._event("commit", blocks=[[*block, self._bits(block), self.table.loading[block]]])
-            self.table.commit_raise(block)
-            del self._started[block]
-            self._last_change[block] = self._step
-            self.raised += 1
-        pool = self._mover.scatter(pool, transfers)
-        if restore and self._config.moves_pages:
-            self._start_raises()
+        with self._timed("plan and move"):
+            pool, done = self.moves.commit(pool, self._config.moves_per_turn)
+            if self._config.moves_pages:
+                most = max(0, self._config.moves_per_turn - done)
+                pool = self._look_ahead(pool, self._allocator.free - needed, restore, most)
+        self.moves.turn += 1
         return pool
 
-    def _due(self) -> list[Block] | None:
-        """Raises whose turn has come; None if time decides, see `PlannerConfig.raise_turns`."""
-        turns = self._config.raise_turns
-        if turns is None:
-            return None
-        return [block for block, step in self._started.items() if self._step - step >= turns]
+    def _look_ahead(self, pool: jax.Array, free: int, restore: bool, most: int) -> jax.Array:
+        """Plans or moves, for the pages that will be free."""
+        wanted = self.pages_wanted(free)
+        if wanted > 0:
+            return self._release_ahead(pool, self._allocator.free + wanted, most)
+        self._releases.clear()
+        if restore:
+            self._raise_ahead(free, most)
+        return pool
 
-    def _lower(self, pool: jax.Array, pages: int) -> jax.Array:
-        plan = plan_release(self._inputs(self._not_loading()), pages)
-        self._plan_event("release", plan, pages)
-        steps: list[tuple[Block, int]] = [((s.layer, s.expert, s.module), s.to_bits) for s in plan]
-        images = [Transfer(self.table.table_image(*step), _NO_PAGES) for step in steps]
-        try:  # the new tables travel first: after that, nothing can fail between commit and write
-            sent = self._mover.send(images)
-        except RuntimeError:
-            self.failed += len(steps)
-            self._event("failed", blocks=[[*block, self._bits(block), to] for block, to in steps])
-            return pool
-        transfers = []
-        for (block, bits), table in zip(steps, sent, strict=True):
-            transfers += [Transfer(table.image, t.ids) for t in self.table.lower(block, bits)]
-            self._last_change[block] = self._step
-            self.lowered += 1
-        return self._mover.scatter(pool, transfers)
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with jax.profiler.TraceAnnotation(name):
+            yield
+        self._seconds += time.perf_counter() - began
 
-    def _cancel(self, block: Block) -> None:
-        self._mover.take(block)
-        self._event("cancel", blocks=[[*block, self._bits(block), self.table.loading[block]]])
-        self.table.cancel_raise(block)
-        del self._started[block]
+    def _release_ahead(self, pool: jax.Array, free: int, most: int) -> jax.Array:
+        """Plans to have so many free pages, or lowers some of the blocks planned."""
+        if self._releases:
+            return self.moves.lower(pool, self._next_releases(free, most))
+        self._cancel_raises(free)
+        self._plan_release(free)
+        return pool
 
-    def _fail(self, block: Block) -> None:
-        self.failed += 1
-        self._cancel(block)
-        self._last_change[block] = self._step  # not tried again at once
-
-    def _start_raises(self) -> None:
-        # One step's worth at a time: the next boundary plans again with what it then finds.
-        available = pages_to_restore(
-            self._config, self._allocator.free, kv_block_pages=self._kv_block_pages
-        )
-        if available <= 0 or self._mover.staged_bytes or self.table.at_parent:
+    def _plan_release(self, free: int) -> None:
+        """Plans to have so many free pages."""
+        missing, histogram = free - self._allocator.free, self.table.histogram()
+        if missing <= 0 or self._lowest is histogram:
             return
-        histogram = self.table.histogram()
-        if self._nothing is not None and self._nothing.still(self._step, available, histogram):
-            return
-        movable = restorable(self._config, self._step, self._last_change, ~self._not_loading())
-        plan = plan_restore(self._inputs(movable), available)
+        plan = plan_release(self._inputs(~self.moves.loading()), missing)
+        self.moves.planned(plan, missing)
+        self._releases.extend(plan)
         if not len(plan):
-            age = self._config.restore_residence_steps - (self._step - self._last_change)
-            until = self._step + int(
-                age.min(initial=self._config.restore_residence_steps, where=age > 0)
-            )
-            self._nothing = _Nothing(until, available, histogram)
+            self._lowest = histogram
+
+    def _next_releases(self, free: int, most: int | None = None) -> list[Step]:
+        """Takes steps off the plan, until that makes so many free pages."""
+        steps: list[Step] = []
+        missing = free - self._allocator.free
+        while missing > 0 and self._releases and len(steps) != most:
+            steps.append(self._releases.popleft())
+            missing -= self._pages_freed(steps[-1])
+        return steps
+
+    def _raise_ahead(self, free: int, most: int) -> None:
+        """Plans what to do with pages above the mark, or starts some of the raises planned."""
+        available = pages_to_restore(self._config, free, kv_block_pages=self._kv_block_pages)
+        if not self._raises:
+            # One plan at a time: the next begins from what this one has made.
+            if available > 0 and not self._mover.staged_bytes and not self.table.at_parent:
+                self._plan_restore(available)
             return
-        self._plan_event("restore", plan, available)
-        moves: dict[Block, list[Transfer]] = {}
-        for step in plan:
-            block: Block = (step.layer, step.expert, step.module)
-            try:
-                moves[block] = self.table.begin_raise(block, step.to_bits)
-            except OutOfPagesError:  # the old table is held until the new one has landed
+        steps: list[Step] = []
+        for step in itertools.islice(self._raises, most):
+            available += self._pages_freed(step)
+            if available < 0:
                 break
-        try:
-            self._mover.start(moves)
-            self._started |= dict.fromkeys(moves, self._step)
-        except RuntimeError:
-            loading = self.table.loading
-            self.failed += len(moves)
-            self._event("failed", blocks=[[*b, self._bits(b), loading[b]] for b in moves])
-            for block in moves:
-                self.table.cancel_raise(block)
-                self._last_change[block] = self._step
+            steps.append(step)
+        for _ in steps:
+            self._raises.popleft()
+        if not self.moves.begin_raises(steps) or available < 0:
+            self._raises.clear()
+
+    def _plan_restore(self, available: int) -> None:
+        histogram, turn = self.table.histogram(), self.moves.turn
+        if self._nothing is not None and self._nothing.still(turn, available, histogram):
+            return
+        last_change = self.moves.last_change
+        movable = restorable(self._config, turn, last_change, self.moves.loading())
+        plan = plan_restore(self._inputs(movable), available)
+        if len(plan):
+            self.moves.planned(plan, available)
+            self._raises.extend(plan)
+            return
+        age = self._config.restore_residence_steps - (turn - last_change)
+        rest = age.min(initial=self._config.restore_residence_steps, where=age > 0)
+        self._nothing = _Nothing(turn + int(rest), available, histogram)
+
+    def _cancel_raises(self, free: int) -> None:
+        """Gives up raises, planned or on their way, until so many pages are free."""
+        self._raises.clear()
+        while self._allocator.free < free and self.moves.cancel():
+            pass
+
+    def _forget_plans(self) -> None:
+        self._releases.clear()
+        self._raises.clear()
+        self._lowest = None
+
+    def _pages_freed(self, step: Step) -> int:
+        """Pages that a step frees; negative for a raise."""
+        of_module = self._pages[step.module]
+        before, after = step.from_bits - self._seed_bits, step.to_bits - self._seed_bits
+        return int(of_module[before] - of_module[after])
 
     def _inputs(self, movable: np.ndarray) -> PlanInputs:
         weighing = weigh(
@@ -364,30 +385,6 @@ class Precision:
             weighing.prompt_factor,
             self._seed_bits,
         )
-
-    def _bits(self, block: Block) -> int:
-        return int(self.table.bits[block])
-
-    def _plan_event(self, kind: str, plan: Plan, pages_wanted: int) -> None:
-        self._event(
-            kind,
-            blocks=plan.steps.tolist(),
-            pages_wanted=pages_wanted,
-            pages_released=plan.pages_released,
-            shortage=plan.shortage,
-            damage=plan.damage_added,
-            bound_gap=plan.bound_gap,
-        )
-
-    def _event(self, kind: str, blocks: Iterable[list[int]], **numbers: int | float) -> None:
-        moves = tuple(tuple(block) for block in blocks)
-        self.events.append(PlanEvent(self._step, kind, moves, numbers))
-
-    def _not_loading(self) -> np.ndarray:
-        still = np.ones(self._last_change.shape, bool)
-        for block in self.table.loading:
-            still[block] = False
-        return still
 
     def _floor_sizes(self) -> Int[np.ndarray, "L E 2"]:
         widths = self.table.widths

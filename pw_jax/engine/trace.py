@@ -62,15 +62,16 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class PlanEvent:
-    """A plan, or what became of a move.
+    """A plan, or moves.
 
     Attributes:
         step: Number of the turn.
-        kind: "release" or "restore", a plan; "commit", a raise that has landed (a release commits
-            at once); "cancel", a raise that a release took the pages of; "failed", a move whose
-            copy failed.
+        kind: "plan", what is to move; "release", blocks lowered, which commits at once; "restore",
+            raises whose copies have begun; "commit", raises that have landed; "cancel", a raise
+            that a release took the pages of; "failed", moves whose copies failed.
         moves: (MoE layer, expert, module, from bits, to bits) of each block.
-        numbers: Of a plan: pages wanted and released, shortage, damage and bound gap.
+        numbers: Of a plan: pages wanted, pages released (negative in raises), shortage, damage and
+            bound gap.
     """
 
     step: int

@@ -38,8 +38,10 @@ class PlannerConfig:
         restore_watermark_blocks: Free KV blocks above which precision is restored; only the pages
             above this mark are spent. Above the release mark, so that the two do not chase each
             other.
-        restore_pages_per_step: Most pages that one step boundary starts to load: a rate limit, so
-            that copies do not crowd the link and plans stay fresh.
+        restore_pages_per_step: Most pages that one plan, and one step boundary, starts to load: a
+            rate limit, so that copies do not crowd the link and plans stay fresh.
+        moves_per_turn: Most blocks that one step boundary moves when no page is lacking, so that
+            no step waits long for moves. What is lacking is freed at once, however many it takes.
         restore_residence_steps: Steps for which a block keeps its width before it may be restored.
             Releases do not wait: running out of pages is worse than moving a block twice.
         raise_turns: Steps after which a raise is committed, waiting for its copies if need be, so
@@ -70,6 +72,7 @@ class PlannerConfig:
     release_extra_blocks: int = 8
     restore_watermark_blocks: int = 16
     restore_pages_per_step: int = 256
+    moves_per_turn: int = 8
     restore_residence_steps: int = 32
     raise_turns: int | None = None
     shrink_tokens: float = 128.0
@@ -110,6 +113,8 @@ class PlannerConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
+        if self.moves_per_turn < 1:
+            raise ValueError("moves_per_turn must be at least 1")
         if self.raise_turns is not None and self.raise_turns < 1:
             raise ValueError("raise_turns must be at least 1, or None")
         for name, allowed in (("kind", PlannerKind), ("prompt_residual", PromptMode)):

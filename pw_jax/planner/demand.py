@@ -7,7 +7,12 @@ from pw_jax.planner.config import PlannerConfig
 
 
 def pages_to_release(
-    config: PlannerConfig, free_pages: int, kv_block_pages: int, pending_pages: int = 0
+    config: PlannerConfig,
+    free_pages: int,
+    kv_block_pages: int,
+    pending_pages: int = 0,
+    *,
+    begun: bool = False,
 ) -> int:
     """Pages that the KV cache needs from the weights: for one block above the mark, and some more.
 
@@ -20,12 +25,13 @@ def pages_to_release(
         kv_block_pages: Pages of one KV block over all layers, what a new block takes at once.
         pending_pages: Pages of releases already planned but not yet committed. They count as
             supply; without them a spike of pressure would lower twice as many blocks as needed.
+        begun: A release is on its way: it goes on until all is freed that it set out to free.
     """
     mark, supply = config.release_watermark_blocks + 1, free_pages + pending_pages
-    if supply >= mark * kv_block_pages:
+    if supply >= mark * kv_block_pages and not begun:
         return 0
     extra = min(config.release_extra_blocks, max(0, config.restore_watermark_blocks - mark))
-    return (mark + extra) * kv_block_pages - supply
+    return max(0, (mark + extra) * kv_block_pages - supply)
 
 
 def pages_to_restore(

@@ -144,17 +144,8 @@ def layers_of(model: CausalLm) -> list[Any]:
     return list(model.model.decoder.layers if isinstance(model, Opt) else model.model.layers)
 
 
-def blocks_of(
-    model: CausalLm, layout: Layout, layer: int, *, gives_latents: bool = False
-) -> LayerBlocks:
-    """Shapes of one layer's blocks in a layout.
-
-    Args:
-        model: The model.
-        layout: The layout.
-        layer: Index of the layer.
-        gives_latents: Its attention gives the memory latents, to be kept as they are or as heads.
-    """
+def blocks_of(model: CausalLm, layout: Layout, layer: int) -> LayerBlocks:
+    """Shapes of one layer's blocks in a layout."""
     config = model.config
     width, eps, heads = config.hidden_size, config.norm_eps, config.num_heads
     routed = layer in config.moe_layers
@@ -174,7 +165,6 @@ def blocks_of(
             rope_dim=latent.rope_dim,
             value_dim=latent.value_dim,
             latent_eps=LATENT_EPS,
-            gives_latents=gives_latents,
         )
     else:
         kv = config.kv_shapes[layer]
@@ -186,7 +176,6 @@ def blocks_of(
             kv_heads=kv.kv_heads,
             head_dim=kv.head_dim,
             value_dim=kv.head_dim,
-            gives_latents=gives_latents,
         )
     return LayerBlocks(attention, mlp if has_mlp else None, experts if routed else None)
 

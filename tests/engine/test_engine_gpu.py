@@ -121,8 +121,8 @@ def test_pressure_and_steps(model):
         "pool_bytes": engine.plan.pool_bytes,
         "temporary_bytes": engine.temporary_bytes,
         "bits_first_least_last": [bits[0], min(bits), bits[-1]],
-        "lowered": engine.precision.lowered,
-        "raised": engine.precision.raised,
+        "lowered": engine.precision.moves.lowered,
+        "raised": engine.precision.moves.raised,
         "decode_turn_ms_median_p99": [
             1e3 * float(np.median(decode)),
             1e3 * float(np.percentile(decode, 99)),

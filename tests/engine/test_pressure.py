@@ -40,7 +40,7 @@ def test_widths_fall_from_eight_to_three_and_rise_again(experts):
         widths = run_checked(engine)
     assert min(w.min() for w in widths) == 3
     assert [len(s.generated) for s in sequences] == [60] * 4
-    assert engine.precision.raised > 0
+    assert engine.precision.moves.raised > 0
     assert widths[-1].mean() > min(w.mean() for w in widths)
     assert engine.allocator.owned(Owner.KV) == 0
 

@@ -29,14 +29,14 @@ def engine(experts) -> Engine:
 @pytest.fixture(scope="module")
 def lines(engine, tmp_path_factory) -> list[dict]:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    write_trace(path, engine.trace, engine.precision.events)
+    write_trace(path, engine.trace, engine.precision.moves.events)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_events_stand_before_the_step_that_they_belong_to(lines):
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     kinds = {line["event"] for line in lines}
-    assert {"release", "restore", "commit", "step"} <= kinds
+    assert {"release", "restore", "commit", "plan", "step"} <= kinds
     for line, after in itertools.pairwise(lines):
         if line["event"] != "step":
             assert after["step"] == line["step"]
