@@ -22,6 +22,7 @@ from pw_jax.engine.precision import Precision
 from pw_jax.errors import UserError
 from pw_jax.evaluation.forward import ExpertPages, Forward
 from pw_jax.models import registry
+from pw_jax.models.latent import latent_layers
 from pw_jax.models.registry import parameter_shapes
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.planner.config import PlannerConfig
@@ -163,7 +164,13 @@ def _plan(
         config = dataclasses.replace(config, planner=fixed)
         budget = arrays + _pool_bytes_at(store, config, bits, arrays)
         config = dataclasses.replace(config, memory_budget_bytes=budget)
-    return plan_memory(store.model_config, config, StoredExperts(store), arrays)
+    return _plan_memory(store, config, arrays)
+
+
+def _plan_memory(store: Store, config: EngineConfig, arrays: int) -> MemoryPlan:
+    """As an engine on one device would, latents in its cache included."""
+    latents = latent_layers(registry.build_model(store.model_config, "paged"))
+    return plan_memory(store.model_config, config, StoredExperts(store), arrays, latents)
 
 
 def budget_at(store: Store, config: EngineConfig, bits: float, dtype: DTypeLike) -> int:
@@ -187,10 +194,10 @@ def _pool_bytes_at(store: Store, config: EngineConfig, bits: float, arrays: int)
     if not store.widths[0] <= bits <= store.widths[-1]:
         low, high = store.widths[0], store.widths[-1]
         raise UserError(f"{store.directory} holds {low} to {high} bits, not {bits:g}")
-    model, experts = store.model_config, StoredExperts(store)
+    model = store.model_config
     assert model.expert_shape is not None
     roomy = dataclasses.replace(config, memory_budget_bytes=arrays + ROOMY)
-    plan = plan_memory(model, roomy, experts, arrays)
+    plan = _plan_memory(store, roomy, arrays)
     matrices = plan.layout.matrices
     assert matrices is not None
     pages = np.array([[matrix.pages(width) for width in store.widths] for matrix in matrices])

@@ -16,12 +16,14 @@ from checkpoints.dummy import RandomExperts, dummy_engine, read_model_config
 from pallas_kernels.implementation import Implementation
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
+from pw_jax.engine.memory_plan import plan_layout
 from pw_jax.engine.sequence import Request, Sequence
 from pw_jax.engine.trace import StepRecord
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
+from pw_jax.models.latent import latent_layers
 from pw_jax.models.moe import ExpertStore
-from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
+from pw_jax.paging.layout import PagingLayout
 from pw_jax.planner.config import PlannerConfig, PlannerKind
 
 MEASURED_BYTES_PER_SECOND = 4.0e12
@@ -211,19 +213,12 @@ def engine_config(job: Job, model: ModelConfig) -> EngineConfig:
 
 def exact_budget(job: Job, model: ModelConfig, config: EngineConfig) -> int:
     """Bytes that all experts at ``job.bits`` and all slots at full length need."""
-    layout = paging_layout(
-        model.kv_shapes,
-        kv_dtype=config.kv_dtype,
-        page_words=choose_page_words(
-            model.kv_shapes, kv_dtype=config.kv_dtype, expert_shape=model.expert_shape
-        ),
-        expert_shape=model.expert_shape,
-        expert_format=RandomExperts(model).expert_format,
-        moe_layers=len(model.moe_layers),
-    )
+    shapes = registry.build_model(model, "paged")
+    expert_format = RandomExperts(model).expert_format
+    layout = plan_layout(model, config, expert_format, latent_layers(shapes))
     assert layout.matrices is not None
     assert job.bits is not None
-    arrays = registry.parameter_count(registry.build_model(model, "paged"))
+    arrays = registry.parameter_count(shapes)
     experts = layout.moe_layers * layout.experts
     pages = 1 + config.slots * layout.kv_pages(config.max_sequence_tokens)
     pages += experts * sum(matrix.pages(job.bits) for matrix in layout.matrices)

@@ -34,7 +34,7 @@ PAGE_WORDS = 16384
 COMPILERS = 14
 SPREAD_BYTES = 512 << 20
 """Calls take turns with pages of at least so many bytes, so that the L2 cache helps no one."""
-DISPATCH_LAYERS, DISPATCH_CALLS = 8, 20
+DISPATCH_CALLS, NEW_LENGTHS = 20, 3
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Case:
     name: str
     devices: int
     context: int
+    batch: int = BATCH
 
     @property
     def model(self) -> Model:
@@ -155,7 +156,7 @@ class Case:
 
     def queries(self) -> jax.Array:
         """One a sequence."""
-        shape = (BATCH, 1, self.heads, self.model.head_dim)
+        shape = (self.batch, 1, self.heads, self.model.head_dim)
         return jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
 
     def blocks(self, layout: LatentLayout | KvLayout) -> int:
@@ -164,24 +165,25 @@ class Case:
 
     def turns(self, layout: LatentLayout | KvLayout) -> int:
         """Sets of pages that calls take turns with."""
-        need = 4 * layout.page_words * BATCH * self.blocks(layout)
+        need = 4 * layout.page_words * self.batch * self.blocks(layout)
         return max(1, min(4, -(-SPREAD_BYTES // need)))
 
     def shapes(self, layout: LatentLayout | KvLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of the pool and of the page tables of a turn."""
         blocks = self.blocks(layout)
-        pages = 1 + self.turns(layout) * BATCH * blocks
+        pages = 1 + self.turns(layout) * self.batch * blocks
         return (
             jax.ShapeDtypeStruct((pages, layout.page_words), jnp.uint32),
-            jax.ShapeDtypeStruct((BATCH, blocks), jnp.int32),
+            jax.ShapeDtypeStruct((self.batch, blocks), jnp.int32),
         )
 
     def operands(self, layout: LatentLayout | KvLayout) -> tuple[jax.Array, list[jax.Array]]:
         """The pool, and the page tables of every turn, all pages apart and in random order."""
         blocks, turns = self.blocks(layout), self.turns(layout)
         random = np.random.default_rng(0)
-        ids = 1 + random.permutation(turns * BATCH * blocks).reshape(turns, BATCH, blocks)
-        pool = random_pool(jax.random.key(0), 1 + turns * BATCH * blocks, layout.page_words)
+        count = turns * self.batch * blocks
+        ids = 1 + random.permutation(count).reshape(turns, self.batch, blocks)
+        pool = random_pool(jax.random.key(0), 1 + count, layout.page_words)
         return pool, [jnp.asarray(table, jnp.int32) for table in ids]
 
 
@@ -266,60 +268,67 @@ class Programs:
             del call
 
 
-def dispatch_times() -> dict[str, float]:
-    """Wall microseconds a layer of a fixed-shape step, with XLA's flags as they are.
+def dispatch_times(batch: int, context: int, layers: int) -> dict[str, Any]:
+    """Wall microseconds a layer of a step at one device's share of eight of LLaMA-3-70B's layers.
 
-    ``fixed`` is one compiled program of many layers, ``op_by_op`` the same without jit, and
-    ``recompile_ms`` what a step whose shape is new costs first.
+    ``fixed`` is one compiled program of many layers, and ``op_by_op`` the same without jit.
+    ``new_length`` is a step that is as long as its longest text and compiled for that length, met
+    for the first time; ``first_compile`` is what ``fixed`` costs once.
     """
-    case = Case("llama-3-70b", 8, 512)
+    case = Case("llama-3-70b", 8, context, batch)
     layout, model, up, q = case.latent_layout, case.model, case.projections(), case.queries()
     pool, tables = case.operands(layout)
-    positions = jnp.full((BATCH, 1), case.context - 1, jnp.int32)
+    positions = jnp.full((batch, 1), context - 1, jnp.int32)
+    options = {"layout": layout, "scale": model.head_dim**-0.5, "rotation": model.rotation}
 
-    def step(q: jax.Array, pool: jax.Array, pages: jax.Array, up: UpProjections) -> jax.Array:
-        for _ in range(DISPATCH_LAYERS):
-            q = q + latent_attention(
-                q,
-                pool,
-                pages,
-                positions,
-                up,
-                layout=layout,
-                scale=model.head_dim**-0.5,
-                rotation=model.rotation,
-            )
+    def step(
+        q: jax.Array, pool: jax.Array, pages: jax.Array, positions: jax.Array, up: UpProjections
+    ) -> jax.Array:
+        for _ in range(layers):
+            q = q + latent_attention(q, pool, pages, positions, up, **options)
         return q
 
-    began = time.perf_counter()
-    program = jax.jit(step).lower(q, pool, tables[0], up).compile()
-    times = {"recompile_ms": 1e3 * (time.perf_counter() - began)}
-    for name, call in {"fixed": program, "op_by_op": step}.items():
+    def timed(call: Callable[..., jax.Array], pages: jax.Array, positions: jax.Array) -> float:
+        began = time.perf_counter()
+        call(q, pool, pages, positions, up).block_until_ready()
+        return (time.perf_counter() - began) * 1e6 / layers
+
+    shape = decode_shape(up, layout, model.rotation, case.heads, batch, case.blocks(layout))
+    found: dict[str, Any] = {"batch": batch, "context": context, "layers": layers}
+    found["mode"] = cheapest(shape)
+    fixed = jax.jit(step)
+    series = {"first_compile": [timed(fixed, tables[0], positions)]}
+    for name, call in {"fixed": fixed, "op_by_op": step}.items():
         for _ in range(3):
-            call(q, pool, tables[0], up).block_until_ready()
-        walls = []
-        for turn in range(DISPATCH_CALLS):
-            began = time.perf_counter()
-            call(q, pool, tables[turn % len(tables)], up).block_until_ready()
-            walls.append(time.perf_counter() - began)
-        walls = np.array(walls) * 1e6 / DISPATCH_LAYERS
-        times[name] = round(float(np.median(walls)), 2)
-        times[f"{name}_spread"] = round(float(np.ptp(np.percentile(walls, [10, 90]))), 2)
-    return times
+            timed(call, tables[0], positions)
+        turns = [tables[turn % len(tables)] for turn in range(DISPATCH_CALLS)]
+        series[name] = [timed(call, pages, positions) for pages in turns]
+    series["new_length"] = []
+    for blocks in range(case.blocks(layout) - NEW_LENGTHS, case.blocks(layout)):
+        last = jnp.full_like(positions, blocks * layout.tokens_per_page - 1)
+        series["new_length"].append(timed(fixed, tables[0][:, :blocks], last))
+    for name, times in series.items():
+        found[f"{name}_us"] = round(float(np.median(times)), 1)
+        found[f"{name}_spread_us"] = round(float(np.ptp(np.percentile(times, [10, 90]))), 1)
+    return found
 
 
-def dispatch_record() -> dict[str, dict[str, float]]:
-    """:func:`dispatch_times` with XLA command buffers on and off, each in a process of its own."""
+def dispatch_record(batch: int, context: int, layers: int) -> dict[str, dict[str, Any]]:
+    """:func:`dispatch_times` in a process of its own: on a GPU with command buffers and without."""
     found = {}
-    for name, flag in {"default": "", "off": "--xla_gpu_enable_command_buffer="}.items():
+    kinds = {"default": ""}
+    if jax.default_backend() == "gpu":
+        kinds["no_command_buffers"] = "--xla_gpu_enable_command_buffer="
+    for name, flag in kinds.items():
         flags = " ".join([os.environ.get("XLA_FLAGS", ""), flag]).strip()
         environment = os.environ | {"XLA_FLAGS": flags}
-        code = "import json, _latent_benchmark as b; print(json.dumps(b.dispatch_times()))"
+        call = f"b.dispatch_times({batch}, {context}, {layers})"
+        code = f"import json, _latent_benchmark as b; print(json.dumps({call}))"
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=os.path.dirname(__file__),
             env=environment | {"PYTHONPATH": os.pathsep.join([p or os.getcwd() for p in sys.path])},
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
             check=True,
         )

@@ -21,11 +21,12 @@ from checkpoints.dummy import RandomExperts, random_weights
 from pallas_kernels.implementation import Implementation
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
-from pw_jax.engine.memory_plan import plan_memory
+from pw_jax.engine.memory_plan import plan_layout
 from pw_jax.engine.sequence import Request
 from pw_jax.engine.trace import StepRecord
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
+from pw_jax.models.latent import latent_layers
 from pw_jax.paging.allocator import Owner
 
 SLOW = 1.5
@@ -238,7 +239,7 @@ def make_engine(
     )
     model = random_weights(registry.build_model(config, "paged", jnp.dtype(dtype)))
     arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    layout = plan_memory(config, settings, experts, arrays).layout
+    layout = plan_layout(config, settings, experts.expert_format, latent_layers(model))
     assert layout.matrices is not None
     pages = ramp.steady * layout.kv_pages(ramp.longest)
     pages += (

@@ -22,22 +22,12 @@ from typing import Any, get_args
 import jax
 from _command import run as run_command
 from _ramp_benchmark import SHAPES
-from _tp_benchmark import (
-    WORKLOADS,
-    AloneRecord,
-    TpRecord,
-    cases,
-    compile_only,
-    measure,
-    measure_alone,
-)
+from _tp_command import add_flags as add_tp_flags
+from _tp_command import run as run_tp
 
-from checkpoints.tensor_files import read_json
 from pallas_kernels.implementation import Implementation
 from pw_jax.errors import UserError
-from pw_jax.models import registry
 from pw_jax.planner.config import PlannerKind
-from sharding.layouts import LAYOUTS
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,20 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     kernels.add_argument("--json", type=Path, required=True, help="where results go")
     kernels.add_argument("--models", nargs="*", default=[], help="only these shapes")
     tp = commands.add_parser("tp", help="factored layers under tensor parallelism")
-    tp.add_argument(
-        "--config", type=Path, nargs="+", required=True, help="config.json or its folder"
-    )
-    where = tp.add_mutually_exclusive_group()
-    where.add_argument("--tp", type=int, nargs="+", help="devices (default: 1, 2, 4 ... all)")
-    where.add_argument(
-        "--alone", type=int, nargs="+", help="what one of so many devices computes, on one device"
-    )
-    tp.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    tp.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.6, 0.4], help="kept shares")
-    tp.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    tp.add_argument("--layers", type=int, default=4, help="layers timed (default %(default)s)")
-    tp.add_argument("--compile-only", action="store_true", help="fill JAX's compilation cache")
-    tp.add_argument("--json", type=Path, required=True, help="where results go")
+    add_tp_flags(tp)
     engine = commands.add_parser("engine", help="whole generations, with random weights")
     _add_generation_flags(engine)
     engine.add_argument("--experts", choices=("paged", "bf16"), default="paged")
@@ -84,6 +61,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     peer.add_argument("--mode", choices=("eager", "compiled"), default="eager")
     latent = commands.add_parser("latent-kv", help="attention over latents against full KV")
     latent.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="tokens")
+    latent.add_argument(
+        "--dispatch-only",
+        action="store_true",
+        help="only fixed shapes against steps op by op and of new lengths; runs anywhere",
+    )
+    latent.add_argument("--batch", type=int, default=64, help="sequences of that")
+    latent.add_argument("--layers", type=int, default=8, help="layers of that")
     latent.add_argument("--json", type=Path, required=True, help="where results go")
     ramp = commands.add_parser("ramp", help="decoding while keys and values ramp up and down")
     ramp.add_argument("--shape", choices=list(SHAPES), default="small", help="default %(default)s")
@@ -196,51 +180,8 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 
 def tp(arguments: argparse.Namespace) -> None:
-    """The ``tp`` command; any devices will do, but only GPUs' times mean much."""
-    present = len(jax.devices())
-    counts = arguments.tp or [n for n in range(1, present + 1) if n & (n - 1) == 0]
-    if max(counts) > present:
-        raise UserError(f"--tp {max(counts)}, but there are {present} devices")
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "environment": {
-            name: os.environ.get(name, "")
-            for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "XLA_FLAGS")
-        },
-        "records": [],
-    }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-
-    def report(record: TpRecord | AloneRecord) -> None:
-        print(
-            f"{record.model} {record.layout} over {record.devices}, keeps {record.ratio:g}, "
-            f"{record.workload}: prefill {record.prefill_us:.0f} us a layer, "
-            f"decode step {record.decode_us:.1f}",
-            flush=True,
-        )
-        result["records"].append(asdict(record))  # written each time: a run may be cut short
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-
-    for path in arguments.config:
-        path = path / "config.json" if path.is_dir() else path
-        config = registry.read_config(read_json(path), str(path))
-        name = path.parent.name if path.name == "config.json" else path.stem
-        chosen = [
-            (devices, WORKLOADS[kind], *case)
-            for devices in arguments.alone or counts
-            for kind in arguments.workloads
-            for case in cases(arguments.ratios, arguments.layouts)
-        ]
-        for devices, workload, layout, ratio in chosen:
-            how = (config, name, layout, devices, ratio)
-            if arguments.compile_only:
-                compile_only(config, *how[2:], arguments.layers, workload)
-            elif arguments.alone:
-                report(measure_alone(*how, workload))
-            else:
-                report(measure(*how, arguments.layers, workload))
+    """The ``tp`` command."""
+    run_tp(arguments)
 
 
 def engine(arguments: argparse.Namespace) -> None:
@@ -314,6 +255,12 @@ def latent_kv(arguments: argparse.Namespace) -> None:
     """The ``latent-kv`` command."""
     from _latent_benchmark import dispatch_record, run
 
+    sizes = (arguments.batch, arguments.contexts[0], arguments.layers)
+    if arguments.dispatch_only:
+        found = dispatch_record(*sizes)
+        print(found)
+        _write_one(arguments.json, {"dispatch": found})
+        return
     if jax.default_backend() != "gpu":
         raise UserError("scripts/benchmark.py latent-kv needs an NVIDIA GPU and JAX's CUDA plugin")
     result: dict[str, Any] = {
@@ -336,7 +283,7 @@ def latent_kv(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
     run(arguments.contexts, report)
-    result["dispatch"] = dispatch_record()
+    result["dispatch"] = dispatch_record(*sizes)
     print(result["dispatch"])
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

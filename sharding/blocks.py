@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from sharding.layouts.base import Entry, Layout, Spread
+from sharding.layouts.base import COLUMNS, PARTS, REPLICATED, Entry, Layout, Spread
 from sharding.mesh import AXIS, replicated
 from sharding.norms import normalize
 from sharding.padding import HeadPlan, pad_axis, plan_heads
@@ -65,12 +65,15 @@ class AttentionBlock(Block):
         kv_heads: Key and value heads.
         head_dim: Width of a query or key.
         value_dim: Width of a value.
+        gives_latents: Keys and values are left as latents, for a cache of those; the layout must
+            have `Layout.whole_latents`, and k and v factors.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
+    gives_latents: bool = False
 
     @property
     def plan(self) -> HeadPlan:
@@ -91,17 +94,28 @@ class AttentionBlock(Block):
         entry = self.layout.entry(linears, spreads)
         return self._params(entry, self.layout.exit(weights.o, last), weights.norm)
 
-    def enter(self, params: dict[str, Any], x: Float[Array, "*batch d"]) -> tuple[Array, ...]:
-        """Returns q, k and v [*batch, heads of the device, width], not rotated."""
+    def enter(self, params: dict[str, Any], x: Float[Array, "*batch d"]) -> tuple[Any, ...]:
+        """Returns q, k and v [*batch, heads of the device, width], not rotated.
+
+        Where it `gives_latents`: q, whole latents of k and v, and what makes the device's heads of
+        those: by ``k`` and ``v``, the second factors [rank, heads * width] and the biases, if any.
+        """
         entry = params["entry"]
         latents = self.layout.latents(entry, self.normal(params, x))
+        if self.gives_latents:
+            q = self.layout.expand(entry, "q", latents["q"])
+            u, bias = ({n: a for n, a in own.items() if n != "q"} for own in (entry.u, entry.bias))
+            return _heads(q, self.head_dim), latents["k"], latents["v"], u, bias
         features = {n: self.layout.expand(entry, n, latents[n]) for n, _ in entry.ranks}
         q, k, v = features["q"], features["k"], features.get("v", features["k"])
         return _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
 
     def between(self, ndim: int) -> tuple[PartitionSpec, ...]:
         """Partitions of what `enter` gives, for x of that many axes."""
-        return (head_spec(self.layout, ndim),) * 3
+        heads = head_spec(self.layout, ndim)
+        if self.gives_latents:
+            return heads, REPLICATED, REPLICATED, COLUMNS, PARTS
+        return (heads,) * 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +129,7 @@ class LatentBlock(Block):
         rope_dim: Dimensions that rotate; keys share theirs.
         value_dim: Dimensions of a value.
         latent_eps: Of the norms of latents.
+        gives_latents: As in `AttentionBlock`.
     """
 
     heads: int
@@ -123,6 +138,7 @@ class LatentBlock(Block):
     rope_dim: int
     value_dim: int
     latent_eps: float = 1e-6
+    gives_latents: bool = False
 
     @property
     def plan(self) -> HeadPlan:
@@ -147,7 +163,9 @@ class LatentBlock(Block):
     def enter(self, params: dict[str, Any], x: Float[Array, "*batch d"]) -> tuple[Array, ...]:
         """Returns q, plain keys, the key that all heads share [*batch, 1, rope_dim], and values.
 
-        Nothing is rotated yet: not the last `rope_dim` dimensions of q, nor the shared key.
+        Nothing is rotated yet: not the last `rope_dim` dimensions of q, nor the shared key. Where
+        it `gives_latents`: q, the shared key, the whole latent [*batch, rank], and the second
+        factor of the device's plain keys and values [rank, heads * (plain_dim + value_dim)].
         """
         entry = params["entry"]
         latents = self.layout.latents(entry, self.normal(params, x), whole=True)
@@ -161,15 +179,20 @@ class LatentBlock(Block):
         latent, shared = jnp.split(kv, (self.rank,), axis=-1)
         latent = normalize(latent, params["kv_norm"], self.latent_eps, self.rank, divided=False)
         q = self.layout.expand(entry, "q", q, whole=True)
+        q = _heads(q, self.plain_dim + self.rope_dim)
+        if self.gives_latents:
+            return q, shared[..., None, :], latent, entry.u["kv"]
         both = self.layout.expand(entry, "kv", latent, whole=True)
         keys_values = _heads(both, self.plain_dim + self.value_dim)
         plain, value = jnp.split(keys_values, (self.plain_dim,), axis=-1)
-        return _heads(q, self.plain_dim + self.rope_dim), plain, shared[..., None, :], value
+        return q, plain, shared[..., None, :], value
 
     def between(self, ndim: int) -> tuple[PartitionSpec, ...]:
         """Partitions of what `enter` gives, for x of that many axes."""
         heads = head_spec(self.layout, ndim)
-        return heads, heads, PartitionSpec(), heads
+        if self.gives_latents:
+            return heads, REPLICATED, REPLICATED, COLUMNS
+        return heads, heads, REPLICATED, heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +234,7 @@ class MlpBlock(Block):
 def head_spec(layout: Layout, ndim: int) -> PartitionSpec:
     """Partition of [*batch, heads, width] for x of `ndim` axes."""
     if not layout.splits_features:
-        return PartitionSpec()
+        return REPLICATED
     return PartitionSpec(*(None,) * (ndim - 1), AXIS, None)
 
 

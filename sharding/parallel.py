@@ -17,7 +17,7 @@ from sharding.mesh import AXIS, arrays_of, specs_of
 from sharding.norms import normalize
 from sharding.weights import Norm
 
-Attend = Callable[..., Array]  # a device's (q, k, v), or (q, plain k, shared k, v), to heads
+Attend = Callable[..., Array]  # what a block's `enter` gives on a device, to heads
 AttendWithState = Callable[..., tuple[Array, Any]]  # the same, the state before and behind
 ExpertFfn = Callable[..., Array]  # a device's (gate_up, down, tokens, ids, weights, state)
 

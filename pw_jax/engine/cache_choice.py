@@ -1,6 +1,6 @@
 """Which layers keep latents and which keep keys and values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 
@@ -12,10 +12,33 @@ from pallas_kernels.page_layout import PAGE_WORD_MULTIPLE, KvLayout, LatentLayou
 from pw_jax.engine.config import EngineConfig
 from pw_jax.errors import UserError
 from pw_jax.models.config import ModelConfig
-from pw_jax.models.latent import LatentLayer
+from pw_jax.models.decoder import CausalLm
+from pw_jax.models.latent import LatentLayer, latent_layers
 from pw_jax.paging.layout import LARGEST_PAGE_WORDS, CacheShape, cache_layout
+from pw_jax.tensor_parallel.model import ParallelModel
 
 ANY_TOKEN_WORDS = 1 << 24
+
+
+def latents_of(model: CausalLm | ParallelModel, config: EngineConfig) -> dict[int, LatentLayer]:
+    """The layers of a model that can keep latents, as a device has them.
+
+    Args:
+        model: On one device or over those of a mesh.
+        config: The engine's settings.
+
+    Raises:
+        UserError: Latents are asked for in a layout whose devices have no whole latents.
+    """
+    if not isinstance(model, ParallelModel):
+        return latent_layers(model)
+    if config.kv_cache == "latent" and not model.layout.whole_latents:
+        raise UserError(
+            f"a latent KV cache is not possible with --layout {model.layout.name}: a device has a "
+            "part of each latent only, and keys and values of all tokens would have to be reduced "
+            "over the devices in every step; choose gathered or sharded, or the full cache"
+        )
+    return model.latent_layers
 
 
 def choose_cache(
@@ -31,7 +54,8 @@ def choose_cache(
 
     Args:
         model: The model.
-        layers: Those that can keep latents; none over a mesh, where each device keeps its heads.
+        layers: Those that can keep latents. Over a mesh a latent is whole on every device, while
+            the heads of ``model.kv_shapes`` are those of one.
         config: The engine's settings.
 
     Raises:
@@ -41,8 +65,8 @@ def choose_cache(
         return model.kv_shapes
     if config.kv_cache == "latent" and not layers:
         raise UserError(
-            "a latent KV cache needs one device, and layers whose keys and values are factored "
-            "(MLA, or a model of scripts/decompose.py), and has not both: choose the full cache"
+            "a latent KV cache needs layers whose keys and values are factored (MLA, or a model of "
+            "scripts/decompose.py), and this model has none: choose the full cache"
         )
     return tuple(
         layers[index].kept
@@ -51,6 +75,12 @@ def choose_cache(
         else full
         for index, full in enumerate(model.kv_shapes)
     )
+
+
+def token_bytes(kept: Iterable[CacheShape], kv_dtype: str) -> int:
+    """Bytes that a token takes in the cache over all layers, page rounding apart."""
+    layouts = (cache_layout(shape, kv_dtype, ANY_TOKEN_WORDS)[0] for shape in kept)
+    return sum(4 * layout.words_per_token for layout in layouts)
 
 
 def _is_cheaper(model: ModelConfig, index: int, latent: LatentLayer, config: EngineConfig) -> bool:
@@ -64,7 +94,7 @@ def _is_cheaper(model: ModelConfig, index: int, latent: LatentLayer, config: Eng
         jax.ShapeDtypeStruct((latent.kv_heads, latent.v_dim, v_rank), config.kv_dtype),
     )
     blocks = -(-config.max_sequence_tokens // kept.tokens_per_page)
-    shape = decode_shape(up, kept, latent.rotation, model.num_heads, config.slots, blocks)
+    shape = decode_shape(up, kept, latent.rotation, latent.heads, config.slots, blocks)
     read = 4 * full.words_per_token * shape.tokens / RATES.bytes
     return COSTS[cheapest(shape)](shape).microseconds <= read + 2 * RATES.launch
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Many
 import jax
 import numpy as np
 
+from pw_jax.engine.cache_choice import latents_of
 from pw_jax.engine.compiled import CompiledSteps, fill_chunk, fill_sampling, first_state
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.expert_source import ExpertSource
@@ -24,7 +25,6 @@ from pw_jax.engine.trace import StepRecord
 from pw_jax.engine.unread import PromptChunk, Unread
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
-from pw_jax.models.latent import latent_layers
 from pw_jax.paging.allocator import Owner, PageAllocator
 from pw_jax.tensor_parallel.model import ParallelModel
 from sharding.placement import Placement, bytes_on_a_device
@@ -68,8 +68,8 @@ class Engine:
             array_bytes += column_weight_bytes(model.config, config.planner)
         check_experts(config, experts, placement.devices)
         on_device = dataclasses.replace(model.config, kv_shapes=model.kv_shapes)
-        latents = {} if isinstance(model, ParallelModel) else latent_layers(model)
-        self.plan = plan_memory(on_device, config, experts, array_bytes, placement.devices, latents)
+        latents = latents_of(model, config)
+        self.plan = plan_memory(on_device, config, experts, array_bytes, latents, placement.devices)
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator)

@@ -12,7 +12,7 @@ from pw_jax.errors import UserError
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.latent import LatentLayer
 from pw_jax.paging.expert_slices import slice_layouts
-from pw_jax.paging.layout import PagingLayout, choose_page_words, paging_layout
+from pw_jax.paging.layout import ExpertFormat, PagingLayout, choose_page_words, paging_layout
 from pw_jax.planner.config import PlannerConfig
 
 MIB = 1 << 20
@@ -49,14 +49,22 @@ def plan_memory(
     config: EngineConfig,
     experts: ExpertSource | None,
     array_bytes: int,
+    latents: Mapping[int, LatentLayer],
     devices: int = 1,
-    latents: Mapping[int, LatentLayer] | None = None,
 ) -> MemoryPlan:
     """Plans the memory of an engine: of each of its devices.
 
     At load time experts may fill the pool but for the KV blocks that the planner keeps free anyway;
     later the two share it as sequences grow. If the planner moves no pages, KV pages for all slots
     at full length are set aside instead.
+
+    Args:
+        model: The model, with the heads that a device has.
+        config: The engine's settings.
+        experts: Of experts in pages.
+        array_bytes: Bytes of the weights that are plain arrays, on a device.
+        latents: Layers that can keep latents; see `cache_choice.latents_of`.
+        devices: Over which the model is divided.
 
     Raises:
         UserError: The budget leaves no room for a pool, the page size does not suit the model, or
@@ -67,34 +75,8 @@ def plan_memory(
             f"this model has learned positions for {model.max_positions} tokens and cannot run "
             f"sequences of max_sequence_tokens {config.max_sequence_tokens}: lower it"
         )
-    expert_shape, expert_format = None, None
-    if experts is not None and model.expert_shape is not None:
-        expert_shape, expert_format = slice_layouts(
-            model.expert_shape, experts.expert_format, devices
-        )
-    kv_shapes = choose_cache(model, latents or {}, config)
-    page_words = (
-        choose_page_words(
-            kv_shapes,
-            kv_dtype=config.kv_dtype,
-            expert_shape=expert_shape,
-        )
-        if config.page_bytes is None
-        else config.page_bytes // 4
-    )
-    try:
-        layout = paging_layout(
-            kv_shapes,
-            kv_dtype=config.kv_dtype,
-            page_words=page_words,
-            expert_shape=expert_shape,
-            expert_format=expert_format,
-            moe_layers=len(model.moe_layers),
-        )
-    except ValueError as problem:
-        raise UserError(
-            f"pages of {4 * page_words} bytes do not suit this model: {problem}"
-        ) from problem
+    expert_format = None if experts is None else experts.expert_format
+    layout = plan_layout(model, config, expert_format, latents, devices)
     block_pages = sum(len(group.layers) for group in layout.kv_groups)
     reserve = 1 + (config.planner.release_watermark_blocks + 1) * block_pages
     budget = config.memory_budget_bytes
@@ -119,6 +101,44 @@ def plan_memory(
         weight_pages,
         tuple(group.blocks(config.max_sequence_tokens) for group in layout.kv_groups),
     )
+
+
+def plan_layout(
+    model: ModelConfig,
+    config: EngineConfig,
+    expert_format: ExpertFormat | None,
+    latents: Mapping[int, LatentLayer],
+    devices: int = 1,
+) -> PagingLayout:
+    """The layouts of an engine's pages; arguments as in :func:`plan_memory`.
+
+    Raises:
+        UserError: The page size does not suit the model, or latents are asked for in vain.
+    """
+    expert_shape = model.expert_shape
+    if expert_shape is None or expert_format is None:
+        expert_shape = expert_format = None
+    else:
+        expert_shape, expert_format = slice_layouts(expert_shape, expert_format, devices)
+    kv_shapes = choose_cache(model, latents, config)
+    page_words = (
+        choose_page_words(kv_shapes, kv_dtype=config.kv_dtype, expert_shape=expert_shape)
+        if config.page_bytes is None
+        else config.page_bytes // 4
+    )
+    try:
+        return paging_layout(
+            kv_shapes,
+            kv_dtype=config.kv_dtype,
+            page_words=page_words,
+            expert_shape=expert_shape,
+            expert_format=expert_format,
+            moe_layers=len(model.moe_layers),
+        )
+    except ValueError as problem:
+        raise UserError(
+            f"pages of {4 * page_words} bytes do not suit this model: {problem}"
+        ) from problem
 
 
 def check_experts(config: EngineConfig, experts: ExpertSource | None, devices: int) -> None:

@@ -23,6 +23,7 @@ class SelfAttention(nnx.Module):
         kv = config.kv_shapes[layer]
         width, bias = config.hidden_size, config.qkv_bias
         self.layer = layer
+        self.heads = config.num_heads
         self.kv = kv
         self.scale = kv.head_dim**-0.5
         self.rotation = rotation_of(config.rope, kv.head_dim)
@@ -36,7 +37,7 @@ class SelfAttention(nnx.Module):
     @property
     def latent_layer(self) -> LatentLayer | None:
         """What a cache of latents could keep; None unless keys and values are factored."""
-        return factored_layer(self.k_proj, self.v_proj, self.kv, self.rotation)
+        return factored_layer(self.k_proj, self.v_proj, self.heads, self.kv, self.rotation)
 
     def __call__(
         self, x: Float[Array, "B T D"], rope: tuple[Array, Array], memory: Memory

@@ -40,6 +40,11 @@ class LatentShape:
     value_dim: int
     scale: float
 
+    def up_projections(self, both: Float[Array, "features R"]) -> UpProjections:
+        """The weight that gives heads their plain keys and values, as one for each."""
+        both = both.reshape(-1, self.plain_dim + self.value_dim, self.rank)
+        return UpProjections(*jnp.split(both, (self.plain_dim,), axis=1))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(ModelConfig):
@@ -114,16 +119,14 @@ class LatentAttention(nnx.Module):
         """What a cache of latents keeps."""
         shape = self.shape
         kept = LatentKvShape(shape.rank, 0, shape.rope_dim)
-        return LatentLayer(kept, self.kv.kv_heads, shape.plain_dim, shape.value_dim, None)
+        heads = self.kv.kv_heads
+        return LatentLayer(kept, heads, heads, shape.plain_dim, shape.value_dim, None)
 
     def latents(self, x: Float[Array, "B T D"], rope: tuple[Array, Array]) -> Latents:
         """The normalised latent of each token, and the rotated key that all heads share."""
         latent, turning = jnp.split(self.kv_a_proj_with_mqa(x), (self.shape.rank,), axis=-1)
         turned = rotate_neighbours(turning[:, :, None], rope)[:, :, 0]
-        width = self.shape.plain_dim + self.shape.value_dim
-        both = whole_weight(self.kv_b_proj).reshape(-1, width, self.shape.rank)
-        plain, value = jnp.split(both, (self.shape.plain_dim,), axis=1)
-        up = UpProjections(plain, value)
+        up = self.shape.up_projections(whole_weight(self.kv_b_proj))
         return Latents(self.kv_a_layernorm(latent), None, turned, up, None, None)
 
 

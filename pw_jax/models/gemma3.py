@@ -47,6 +47,11 @@ class Gemma3Attention(SelfAttention):
         self.q_norm = Gemma3Norm(self.kv.head_dim, config.norm_eps, dtype=dtype)
         self.k_norm = Gemma3Norm(self.kv.head_dim, config.norm_eps, dtype=dtype)
 
+    @property
+    def latent_layer(self) -> None:
+        """None: keys are normalised, so that U and a latent are not all that makes them."""
+        return None
+
     def __call__(
         self, x: Float[Array, "B T D"], rope: tuple[Array, Array], memory: Memory
     ) -> tuple[Float[Array, "B T D"], Memory]:

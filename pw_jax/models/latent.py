@@ -76,6 +76,7 @@ class LatentLayer:
 
     Attributes:
         kept: What it would keep.
+        heads: Query heads.
         kv_heads: Heads that latents become.
         k_dim: Dimensions of a key that are rebuilt.
         v_dim: Dimensions of a value.
@@ -83,6 +84,7 @@ class LatentLayer:
     """
 
     kept: LatentKvShape
+    heads: int
     kv_heads: int
     k_dim: int
     v_dim: int
@@ -90,7 +92,7 @@ class LatentLayer:
 
 
 def factored_layer(
-    k_proj: nnx.Module, v_proj: nnx.Module, kv: KvShape, rotation: Rotation | None
+    k_proj: nnx.Module, v_proj: nnx.Module, heads: int, kv: KvShape, rotation: Rotation | None
 ) -> LatentLayer | None:
     """The latents of two projections; None unless both are factored, or where a window ends."""
     if not isinstance(k_proj, LowRankLinear) or not isinstance(v_proj, LowRankLinear):
@@ -98,7 +100,22 @@ def factored_layer(
     if kv.window is not None:
         return None
     kept = LatentKvShape(k_proj.v.shape[0], v_proj.v.shape[0])
-    return LatentLayer(kept, kv.kv_heads, kv.head_dim, kv.head_dim, rotation)
+    return LatentLayer(kept, heads, kv.kv_heads, kv.head_dim, kv.head_dim, rotation)
+
+
+def up_projections(
+    k: Float[Array, "KH Rk"],
+    v: Float[Array, "KH Rv"],
+    k_bias: Float[Array, " KH"] | None,
+    v_bias: Float[Array, " KH"] | None,
+    head_dim: int,
+) -> UpProjections:
+    """Second factors and biases by head."""
+
+    def heads(array: Any) -> Any:
+        return None if array is None else array.reshape(-1, head_dim, *array.shape[1:])
+
+    return UpProjections(heads(k), heads(v), heads(k_bias), heads(v_bias))
 
 
 def factored_latents(
@@ -110,15 +127,12 @@ def factored_latents(
     rotation: Rotation | None,
 ) -> Latents:
     """Latents of new tokens from two factored projections."""
-
-    def heads(array: Any) -> Any:
-        return None if array is None else array.reshape(-1, head_dim, *array.shape[1:])
-
-    up = UpProjections(
-        heads(k_proj.u[...]),
-        heads(v_proj.u[...]),
-        heads(k_proj.bias[...] if k_proj.has_bias else None),
-        heads(v_proj.bias[...] if v_proj.has_bias else None),
+    up = up_projections(
+        k_proj.u[...],
+        v_proj.u[...],
+        k_proj.bias[...] if k_proj.has_bias else None,
+        v_proj.bias[...] if v_proj.has_bias else None,
+        head_dim,
     )
     return Latents(k_proj.latent(x), v_proj.latent(x), None, up, rope, rotation)
 

@@ -33,7 +33,7 @@ class OptAttention(nnx.Module):
     @property
     def latent_layer(self) -> LatentLayer | None:
         """What a cache of latents could keep; None unless keys and values are factored."""
-        return factored_layer(self.k_proj, self.v_proj, self.kv, None)
+        return factored_layer(self.k_proj, self.v_proj, self.kv.kv_heads, self.kv, None)
 
     def __call__(
         self, x: Float[Array, "B T D"], memory: Memory

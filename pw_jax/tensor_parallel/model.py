@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from pw_jax.errors import UserError
 from pw_jax.models.config import KvShape, ModelConfig
 from pw_jax.models.decoder import CausalLm, Output, cap_scores, scale_rows
+from pw_jax.models.latent import LatentLayer, latent_layers
 from pw_jax.models.memory import Memory
 from pw_jax.models.moe import KERNEL_ACTIVATIONS, dense_expert_ffn, routing_mass
 from pw_jax.models.opt import POSITION_OFFSET, Opt
@@ -46,6 +47,8 @@ class ParallelModel:
         layers: Placed parameters, layer by layer.
         outside: Placed embedding, positions, last norm and head.
         blocks: Shapes of the blocks, layer by layer.
+        latents: Layer by layer, what a cache of latents could keep and the heads that a device
+            makes of it; None where devices have no whole latents.
         config: Of the model.
         ropes: Of the model, see `CausalLm.ropes`.
         layout: How it lies.
@@ -55,6 +58,7 @@ class ParallelModel:
     layers: list[LayerParts]
     outside: Outside
     blocks: tuple[LayerBlocks, ...] = dataclasses.field(metadata={"static": True})
+    latents: tuple[LatentLayer | None, ...] = dataclasses.field(metadata={"static": True})
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     ropes: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
@@ -67,6 +71,12 @@ class ParallelModel:
             dataclasses.replace(kv, kv_heads=blocks.attention.plan.groups)
             for kv, blocks in zip(self.config.kv_shapes, self.blocks, strict=True)
         )
+
+    @property
+    def latent_layers(self) -> dict[int, LatentLayer]:
+        """The layers that can keep latents; each device then keeps them whole."""
+        found = enumerate(self.latents)
+        return {layer: latent for layer, latent in found if latent is not None}
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], memory: Memory
@@ -122,7 +132,7 @@ class ParallelModel:
             blocks.attention,
             parts.attention,
             x,
-            attend(self.config, layer),
+            attend(self.config, layer, self.latents[layer]),
             (rope, arrays_of(parts.heads), memory),
             specs,
         )
@@ -214,9 +224,10 @@ def parallelize(
     prefix = "model.decoder.layers" if isinstance(model, Opt) else "model.layers"
     made = make_layout(layout, mesh.shape[AXIS])
     cache: dict[Any, Any] = {}  # the same object for equal blocks: compiled once
-    blocks, params = [], []
+    blocks, params, latents = [], [], []
+    found = latent_layers(model) if made.whole_latents else {}
     for index, layer in enumerate(layers_of(model)):
-        fresh = blocks_of(model, made, index)
+        fresh = blocks_of(model, made, index, gives_latents=index in found)
         own = cache.setdefault(fresh, fresh)
         name = f"{prefix}.{index}"
         try:
@@ -224,6 +235,13 @@ def parallelize(
         except ValueError as problem:
             raise UserError(f"{name}: {problem}") from problem
         blocks.append(own)
+        plan, whole = own.attention.plan, found.get(index)
+        latents.append(
+            None
+            if whole is None
+            else dataclasses.replace(whole, heads=plan.local_heads, kv_heads=plan.groups)
+        )
 
     around = placing(mesh, partial(prepare_outside, made), outside(model))
-    return ParallelModel(params, around, tuple(blocks), model.config, type(model).ropes, made, mesh)
+    shapes = (tuple(blocks), tuple(latents))
+    return ParallelModel(params, around, *shapes, model.config, type(model).ropes, made, mesh)

@@ -144,8 +144,17 @@ def layers_of(model: CausalLm) -> list[Any]:
     return list(model.model.decoder.layers if isinstance(model, Opt) else model.model.layers)
 
 
-def blocks_of(model: CausalLm, layout: Layout, layer: int) -> LayerBlocks:
-    """Shapes of one layer's blocks in a layout."""
+def blocks_of(
+    model: CausalLm, layout: Layout, layer: int, *, gives_latents: bool = False
+) -> LayerBlocks:
+    """Shapes of one layer's blocks in a layout.
+
+    Args:
+        model: The model.
+        layout: The layout.
+        layer: Index of the layer.
+        gives_latents: Its attention gives the memory latents, to be kept as they are or as heads.
+    """
     config = model.config
     width, eps, heads = config.hidden_size, config.norm_eps, config.num_heads
     routed = layer in config.moe_layers
@@ -165,6 +174,7 @@ def blocks_of(model: CausalLm, layout: Layout, layer: int) -> LayerBlocks:
             rope_dim=latent.rope_dim,
             value_dim=latent.value_dim,
             latent_eps=LATENT_EPS,
+            gives_latents=gives_latents,
         )
     else:
         kv = config.kv_shapes[layer]
@@ -176,6 +186,7 @@ def blocks_of(model: CausalLm, layout: Layout, layer: int) -> LayerBlocks:
             kv_heads=kv.kv_heads,
             head_dim=kv.head_dim,
             value_dim=kv.head_dim,
+            gives_latents=gives_latents,
         )
     return LayerBlocks(attention, mlp if has_mlp else None, experts if routed else None)
 

@@ -56,6 +56,8 @@ class Layout(abc.ABC):
         factored: It is made for factors; `dense` is not.
         splits_features: A device has its own heads and hidden units, rather than all of them.
         splits_residual: A device has its own columns of the residual stream.
+        whole_latents: On the way in, a device has whole latents, and can make its features of
+            them alone.
     """
 
     devices: int
@@ -63,6 +65,7 @@ class Layout(abc.ABC):
     factored: ClassVar[bool] = True
     splits_features: ClassVar[bool] = True
     splits_residual: ClassVar[bool] = False
+    whole_latents: ClassVar[bool] = True
 
     @property
     def residual_spec(self) -> PartitionSpec:

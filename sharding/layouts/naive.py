@@ -29,6 +29,7 @@ class NaiveLayout(Layout):
 
     name = "naive"
     splits_features = False
+    whole_latents = False
 
     def entry(
         self, linears: Mapping[str, Linear], spreads: Mapping[str, Spread], whole: bool = False

@@ -32,7 +32,7 @@ def test_latents_lose_nothing_and_take_less(tokens):
     found = {kind: cached_loss(model, tokens, config(kind)) for kind in ("full", "latent")}
     for one in found.values():
         assert one.loss.mean() == pytest.approx(expected, rel=1e-5)
-    rounded = 12 + 16  # a row's parts start at whole words
+    rounded = 12 + 16  # each part takes whole fours of words
     assert found["latent"].token_bytes == 4 * rounded * CONFIG["num_hidden_layers"]
     assert found["latent"].token_bytes < found["full"].token_bytes
     assert all(one.pool_bytes >= 150 * one.token_bytes for one in found.values())

@@ -28,7 +28,11 @@ def test_sizes_are_the_published_ones(name, command):
     billions, kv_bytes = PUBLISHED[name]
     sizes = inspect(command, name, "--json")
     assert sizes["parameters"] / 1e9 == pytest.approx(billions, rel=0.01)
-    assert sizes["kv_bytes_per_token"] == kv_bytes
+    cache = sizes["kv_bytes_per_token"]
+    assert cache["full"] == kv_bytes
+    # DeepSeek's latent is 512 numbers and a key of 64 that all heads share.
+    latent = 27 * (512 + 64) * 2 if name == "deepseek-v2-lite" else None
+    assert (cache["latent"], cache["engine"]) == (latent, latent or kv_bytes)
     blocks = sizes["blocks"]
     experts = sum(b["rows"] * b["columns"] * b["layers"] * b["experts"] for b in blocks)
     assert sizes["parameters"] == sizes["parameters_outside_pages"] + experts
@@ -59,11 +63,27 @@ def test_tables_are_for_people(command):
     assert "experts" not in printed
 
 
+def test_latents_of_factored_layers(command):
+    """MHA at 60%: 2457 numbers, rows of 16 bytes, instead of 64 heads of 128; the engine rebuilds
+    nothing unless told, as keys rotate. OPT's do not.
+    """
+    llama = inspect(command, "llama-65b", "--json", "--ratio", "0.6")
+    full = 80 * 2 * 64 * 128 * 2
+    latent = 80 * 2 * 2464 * 2
+    assert llama["kv_bytes_per_token"] == {"full": full, "latent": latent, "engine": full}
+    opt = inspect(command, "opt-30b", "--json", "--ratio", "0.4")["kv_bytes_per_token"]
+    assert opt["engine"] == opt["latent"] < opt["full"] / 4
+    code, printed, _ = command("inspect_model", "--config", CONFIGS / "deepseek-v2-lite.json")
+    assert code == 0
+    for part in ("27 layers of latents 512 + 64", "30.375 KiB", "324 KiB"):
+        assert part in printed
+
+
 def test_a_folder_and_bad_input(command, tmp_path):
     (tmp_path / "config.json").write_bytes((CONFIGS / "opt-30b.json").read_bytes())
     assert command("inspect_model", "--config", tmp_path)[0] == 0
     for flags, message in {
-        ("--page-kib", "1"): "pages of 1 KiB do not suit this model",
+        ("--page-kib", "1"): "pages of 1024 bytes do not suit this model",
         ("--parent-bits", "9"): "parent bits must be 3 to 8",
     }.items():
         code, _, error = command("inspect_model", "--config", tmp_path, *flags)
