@@ -25,6 +25,7 @@ from _ramp_benchmark import SHAPES
 from _tp_command import add_flags as add_tp_flags
 from _tp_command import run as run_tp
 
+from checkpoints.tensor_files import read_json
 from pallas_kernels.implementation import Implementation
 from pw_jax.errors import UserError
 from pw_jax.planner.config import PlannerKind

@@ -9,9 +9,14 @@ SIZES = ("--quiet-turns", "20", "--prompt-tokens", "32")
 
 
 @pytest.fixture(scope="module")
-def found(load, tmp_path_factory):
+def path(load, tmp_path_factory):
     path = tmp_path_factory.mktemp("ramp") / "ramp.json"
     load("benchmark").main(["ramp", *FLAGS, *SIZES, "--json", str(path)])
+    return path
+
+
+@pytest.fixture
+def found(path):
     return json.loads(path.read_text())
 
 
@@ -37,6 +42,13 @@ def test_every_decoding_turn_is_counted_once(found):
     prompts = ramp["steady"] + ramp["burst"]
     assert turns >= ramp["burst_tokens"] + 2 * ramp["quiet_turns"] - prompts
     assert found["ratio_without_plan"]["p50"] == pytest.approx(1, abs=0.2)
+
+
+def test_the_table_is_made_from_the_file(load, path, found, capsys):
+    load("benchmark").main(["ramp", "--tables", str(path)])
+    table = capsys.readouterr().out
+    assert f"| blocks lowered, raised | {found['lowered']}, {found['raised']} |" in table
+    assert f"{found['host_with_plan_ms']['p99']:.2f}" in table
 
 
 def test_planning_is_timed(load, monkeypatch, tmp_path):
