@@ -1,7 +1,5 @@
 """Whole generations with random weights: time, memory, moves, and the bytes that a step needs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter, sleep
@@ -14,6 +12,7 @@ from _step_profile import profile_steps
 
 from checkpoints.dummy import RandomExperts, dummy_engine, read_model_config
 from pallas_kernels.implementation import Implementation
+from pw_jax.engine.compilations import compilations
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.memory_plan import plan_layout
@@ -143,7 +142,7 @@ def run(job: Job, *, profile: bool = False, wait_for: Path | None = None) -> dic
         wait_for.with_name(wait_for.name + ".ready").touch()
         while not wait_for.exists():
             sleep(0.05)
-    with count_compilations() as compiled:
+    with compilations() as compiled:
         measured = _measure(engine, _requests(job, model.vocab_size))
     record = _record(engine, model, measured)
     record = replace(record, ready_seconds=round(ready, 2), compilations=len(compiled))
@@ -267,22 +266,6 @@ def step_bytes(
         seen = context if group.window is None else min(context, group.window)
         total += batch * seen * 4 * group.layout.words_per_token * len(group.layers)
     return total
-
-
-@contextmanager
-def count_compilations() -> Iterator[list[str]]:
-    """Names of what XLA compiled inside."""
-    compiled: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if "backend_compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def _requests(job: Job, vocabulary: int, new: int | None = None) -> list[Request]:

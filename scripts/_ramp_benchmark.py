@@ -8,7 +8,6 @@ the planner's work only on the number of blocks.
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from flax import nnx
 
 from checkpoints.dummy import RandomExperts, random_weights
 from pallas_kernels.implementation import Implementation
+from pw_jax.engine.compilations import compilations
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.memory_plan import plan_layout
@@ -249,21 +249,6 @@ def make_engine(
     pages += 1 + marks * sum(len(group.layers) for group in layout.kv_groups)
     budget = arrays + pages * layout.page_bytes
     return Engine(model, replace(settings, memory_budget_bytes=budget), experts)
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Names what XLA compiles inside."""
-    found: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        del duration_secs
-        if "compile" in event:
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def measure(engine: Engine, ramp: Ramp) -> dict[str, Any]:

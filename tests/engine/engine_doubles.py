@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -152,13 +151,6 @@ def plain_damage(weight: np.ndarray, matrix: QuantizedMatrix) -> np.ndarray:
 @contextmanager
 def no_compilation() -> Iterator[None]:
     """Fails if XLA compiles anything inside."""
-    compiled: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if "compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield
-    jax.monitoring.unregister_event_duration_listener(listen)
+    with compilations() as compiled:
+        yield
     assert not compiled
