@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from checkpoints.huggingface import expert_name
+from pw_jax.engine.compilations import compilations
 from pw_jax.engine.prompts import PromptCalibration
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
