@@ -68,4 +68,4 @@ lint: venv
 	.venv/bin/pyright
 
 clean:
-	rm -rf .venv .cache demo_output eval_output
+	rm -rf .venv .cache .pytest_cache demo_output eval_output
