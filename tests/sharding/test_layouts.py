@@ -7,7 +7,7 @@ from layers import Layer, make_latent_layer, make_layer, oracle, program
 
 HIDDEN = 46  # divides by 2 only
 TOKENS = 5
-DEVICES = (1, 2, 3, 4, 5, 8)
+DEVICES = (1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5)), 3, 8)
 LAYOUTS = ("dense", "naive", "gathered", "sharded")
 
 
