@@ -134,6 +134,7 @@ class PagedLm(LM):
                 slots=self._slots,
                 max_sequence_tokens=self._encoder.max_tokens,
                 planner=PLANNERS[self._planner],
+                prefix_sharing=False,  # every text is read at the widths of its own time
             )
             self._engine = load_engine(self._directory, config, self._dtype, with_tokenizer=False)
         return self._engine

@@ -200,6 +200,7 @@ def engine_config(job: Job, model: ModelConfig) -> EngineConfig:
         slots=job.batch,
         max_sequence_tokens=longest,
         prefill_chunk=job.prefill_chunk,
+        prefix_sharing=False,  # the same prompts again, and all of them computed
         implementation=job.implementation,
         planner=planner,
     )

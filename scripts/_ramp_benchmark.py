@@ -235,6 +235,7 @@ def make_engine(
         slots=ramp.steady + ramp.burst,
         max_sequence_tokens=ramp.longest,
         prefill_chunk=ramp.prompt_tokens,
+        prefix_sharing=False,  # the same ramp again, and all of it computed
         implementation=implementation,
     )
     model = random_weights(registry.build_model(config, "paged", jnp.dtype(dtype)))

@@ -49,6 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", action="append", default=[], help="a prompt; may be given again")
     add("--prompts", type=Path, help='file: a prompt a line, or .jsonl with "prompt" in each line')
     add("--chat", action="store_true", help="put each prompt into the model's chat template")
+    add("--samples", type=int, default=1, help="texts a prompt, with draws of their own")
     add("--max-new-tokens", type=int, default=64, help="a prompt (default %(default)s)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-k", type=int, default=0, help="0 means all (default)")
@@ -69,6 +70,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=get_args(KvCacheKind),
         default="auto",
         help="keys and values, or the latents of factored layers; default: the cheaper",
+    )
+    add(
+        "--no-prefix-sharing",
+        action="store_true",
+        help="compute every prompt, also where another begins alike and its pages are there",
     )
     add("--stream", action="store_true", help="print the first prompt's text as it comes")
     add("--json", type=Path, metavar="PATH", help="write results here; - for standard output")
@@ -143,6 +149,7 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
             page_bytes=None if flags.page_kib is None else int(flags.page_kib * 1024),
             kv_dtype=flags.kv_dtype,
             kv_cache=flags.kv_cache,
+            prefix_sharing=not flags.no_prefix_sharing,
             planner=planner_config(flags),
         )
     except ValueError as problem:
@@ -173,7 +180,9 @@ def default_dtype(name: str | None) -> str:
 
 
 def read_prompts(flags: argparse.Namespace) -> list[str]:
-    """Prompts from flags and file."""
+    """Prompts from flags and file, each as often as it is to be sampled."""
+    if flags.samples < 1:
+        raise UserError(f"--samples must be at least 1, got {flags.samples}")
     prompts = list(flags.prompt)
     if flags.prompts is not None:
         try:
@@ -185,7 +194,7 @@ def read_prompts(flags: argparse.Namespace) -> list[str]:
                 prompts.append(_prompt_of(line, flags.prompts, number))
     if not prompts:
         raise UserError("no prompt: give --prompt TEXT or --prompts FILE")
-    return prompts
+    return [prompt for prompt in prompts for _ in range(flags.samples)]
 
 
 def _prompt_of(line: str, path: Path, number: int) -> str:
@@ -233,6 +242,9 @@ def summary_table(engine: Engine, generations: list[Generation], seconds: float)
         table.add_row("blocks lowered, raised", f"{last.lowered}, {last.raised}")
     table.add_row("most KV pages", str(max(record.kv_pages for record in engine.trace)))
     table.add_row("preemptions", str(last.preemptions))
+    if engine.config.shares_prefixes:
+        computed = sum(record.prefilled_tokens for record in engine.trace)
+        table.add_row("prompt tokens run, taken from pages", f"{computed}, {last.reused_tokens}")
     table.add_row(
         "generated", f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second"
     )

@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None) -> None:
         slots=flags.slots,
         max_sequence_tokens=max(flags.lengths) + 2 * ANSWER_TOKENS,
         prefill_chunk=flags.prefill_chunk,
+        prefix_sharing=False,  # every text is read at the widths of its own time
     )
     arguments = [Path(a).name if "/" in a else a for a in map(str, argv or sys.argv[1:])]
     record: dict[str, Any] = {

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw_jax.engine.memory_plan import MemoryPlan
+from pw_jax.engine.reuse import copy_pages, no_reuse, reuse_pages
 from pw_jax.engine.sampling import GREEDY, Sampling, SamplingArrays
 from pw_jax.engine.steps import (
     Caches,
@@ -99,6 +100,7 @@ class CompiledSteps:
         decode_arguments: The decode step's arguments, packed; the sampling of the slots is kept in
             the defaults.
         prefill_arguments: The prefill step's arguments, packed.
+        reuse_arguments: Arguments of the program that gives a slot pages of other texts, packed.
 
     Args:
         steps: The step functions.
@@ -110,6 +112,7 @@ class CompiledSteps:
         column_weight: What prefill needs for the direct prompt correction, or None.
         placement: Where the arrays are.
         vocabulary: Columns of the logits.
+        block_tokens: Tokens of a shared block; None if pages are not shared.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class CompiledSteps:
         column_weight: jax.Array | None,
         placement: Placement,
         vocabulary: int,
+        block_tokens: int | None = None,
     ):
         slots = output.tokens.shape[0]
         blocks = tuple(table.shape[2] for table in caches.kv_pages)
@@ -181,6 +185,16 @@ class CompiledSteps:
         lowered = compiled.lower(*common, prefilled, column_weight)
         self.prefill = lowered.compile()
         self.draw_prefilled = draw(draw_prefilled, lowered.out_info[2], prefilled)
+        if block_tokens is None:
+            return
+        self.reuse_arguments = Packing(no_reuse(steps.layout, blocks, block_tokens))
+        copy = placement.on_each_device(copy_pages, whole_arguments=2)
+
+        def reuse(caches, packed):
+            return reuse_pages(caches, self.reuse_arguments.unpack(packed), copy)
+
+        compiled = jax.jit(reuse, donate_argnums=0, out_shardings=state[0])
+        self.reuse = compiled.lower(caches, self.reuse_arguments.vector).compile()
 
     @property
     def temporary_bytes(self) -> int:

@@ -25,6 +25,8 @@ class EngineConfig:
         kv_dtype: ``"bfloat16"``, or ``"float32"`` to compare with a float32 reference.
         kv_cache: ``"full"`` keeps keys and values; ``"latent"`` keeps, where a layer has them, the
             latents that they come from; ``"auto"`` keeps what is cheaper, see `cache_choice`.
+        prefix_sharing: Texts that begin alike share pages, also after the first has ended; see
+            `KvCache`. Not while statistics of prompts are collected, for which every prompt is run.
         implementation: Which kernels run.
         planner: Constants of the planner.
         routing_read_steps: Steps between two readings of the routing mass.
@@ -37,9 +39,15 @@ class EngineConfig:
     page_bytes: int | None = None
     kv_dtype: str = "bfloat16"
     kv_cache: KvCacheKind = "auto"
+    prefix_sharing: bool = True
     implementation: Implementation = "auto"
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     routing_read_steps: int = 8
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether pages are shared; see ``prefix_sharing``."""
+        return self.prefix_sharing and self.planner.prompt_statistics == "off"
 
     def __post_init__(self):
         for name in ("slots", "max_sequence_tokens", "prefill_chunk", "routing_read_steps"):

@@ -18,6 +18,7 @@ from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make
 from pw_jax.engine.kv_cache import KvCache, check_pages, fill_new_pages
 from pw_jax.engine.memory_plan import check_experts, column_weight_bytes, plan_memory
 from pw_jax.engine.precision import Precision
+from pw_jax.engine.reuse import fill_reuse
 from pw_jax.engine.sampling import GREEDY, Sampling
 from pw_jax.engine.sequence import Request, Sequence, TokenEvent, check_request
 from pw_jax.engine.steps import Caches, Steps
@@ -72,7 +73,7 @@ class Engine:
         self.plan = plan_memory(on_device, config, experts, array_bytes, latents, placement.devices)
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
-        self._kv = KvCache(self.layout, self.allocator)
+        self._kv = KvCache(self.layout, self.allocator, sharing=config.shares_prefixes)
         self._caches, self._output = first_state(self.plan, model.config, config.slots, placement)
         self.precision: Precision | None = None
         self._column_weight: jax.Array | None = None
@@ -100,6 +101,7 @@ class Engine:
             self._column_weight,
             placement,
             model.config.vocab_size,
+            self._kv.block_tokens if config.shares_prefixes else None,
         )
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # by age
@@ -109,6 +111,7 @@ class Engine:
         self._reads = 0
         self._dispatched_tokens = 0
         self._preemptions = 0
+        self._reused_tokens = 0
         self._wait_seconds = 0.0
         self._started = time.perf_counter()
         self.trace: list[StepRecord] = []
@@ -213,7 +216,7 @@ class Engine:
             AssertionError: A page is lost, or has two owners.
         """
         table = self.precision.table if self.precision is not None else None
-        check_pages(self.allocator, self._running, table)
+        check_pages(self.allocator, self._kv, self._running, table)
 
     def _expert_pages(self):
         return self.precision.table.snapshot() if self.precision is not None else None
@@ -234,6 +237,7 @@ class Engine:
                 available += self.precision.releasable_pages
             # Besides its own tokens, one block for everybody: else it would be preempted at once.
             wanted = self.layout.kv_pages(len(sequence.tokens))
+            wanted -= self._kv.pages_in_use(sequence.tokens)
             wanted += (len(self._running) + 1) * self._kv.block_pages
             if self._running and wanted > available:
                 return
@@ -248,6 +252,8 @@ class Engine:
         sequence = next((s for s in self._running if not s.prefilled), None)
         if sequence is None:
             return 0
+        if not sequence.cached:
+            self._reuse(sequence)
         start = sequence.cached
         count = min(self.config.prefill_chunk, sequence.to_prefill - start)
         grown = self._grow(sequence, start + count, events)
@@ -268,6 +274,7 @@ class Engine:
         if sequence.samples:
             self._output = self._compiled.draw_prefilled(logits, self._output, packed)
         sequence.cached += count
+        self._kv.offer(sequence)
         self._dispatched_tokens += count
         drawn = []
         if sequence.prefilled:
@@ -278,6 +285,15 @@ class Engine:
             prompt = PromptChunk(sequence, statistics, count, first=start == 0)
         self._unread.append(Unread(self._output, drawn, self._dispatched_tokens, prompt))
         return count
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Lets a sequence begin behind what others have computed of its text."""
+        copies = self._kv.reuse(sequence, self._relieve)
+        if sequence.cached:
+            packed, arguments = self._compiled.reuse_arguments.fill()
+            fill_reuse(arguments, sequence, copies)
+            self._caches = self._compiled.reuse(self._caches, packed)
+            self._reused_tokens += sequence.cached
 
     def _decode_step(self, events: list[TokenEvent]) -> int:
         wanting = [s for s in self._running if s.prefilled and s.wants_token]
@@ -406,6 +422,8 @@ class Engine:
                 kv_pages=self.allocator.owned(Owner.KV),
                 weight_pages=self.allocator.owned(Owner.WEIGHT),
                 preemptions=self._preemptions,
+                reused_tokens=self._reused_tokens,
+                kept_pages=self.allocator.owned(Owner.KEPT),
                 step_seconds=seconds,
                 wait_seconds=self._wait_seconds,
                 **(self.precision.counters() if self.precision is not None else {}),

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from pw_jax.engine.sampling import GREEDY, Sampling
 from pw_jax.errors import UserError
+from pw_jax.paging.prefix_tree import GroupPages, TextBlock
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ class Sequence:
         cached: Tokens whose keys and values are in pages, once all dispatched steps have run.
         dispatched: Generated tokens, those included that the host has not read yet.
         pages: For each KV group, the pages of each block: a list of int32 ``[layers]``.
+        blocks: The full blocks that it shares, or would; ``pages`` begins with theirs.
         room: Tokens that these pages hold.
         preemptions: How often its pages were taken away.
         stopped: A stop token has been read.
@@ -101,7 +101,8 @@ class Sequence:
     to_prefill: int = 0
     cached: int = 0
     dispatched: int = 0
-    pages: list[list[np.ndarray]] = field(default_factory=list)
+    pages: list[GroupPages] = field(default_factory=list)
+    blocks: list[TextBlock] = field(default_factory=list)
     room: int = 0
     preemptions: int = 0
     stopped: bool = False

@@ -19,14 +19,16 @@ class StepRecord:
         waiting: Sequences without one.
         prefilled_tokens: Prompt tokens that this turn ran.
         decoded_tokens: Tokens that this turn's decode step draws.
-        free_pages: Free pages of the pool.
-        kv_pages: Pages of keys and values.
+        free_pages: Free pages of the pool, those included that are only kept.
+        kv_pages: Pages of keys and values that sequences use; shared ones count once.
         weight_pages: Pages of expert weights, those on their way included.
         mean_bits: Mean committed width, weighted by the blocks' weights; None without paged
             experts.
         lowered: Blocks lowered since the engine was made ready.
         raised: Blocks raised likewise.
         preemptions: Sequences preempted likewise.
+        reused_tokens: Prompt tokens that were not run, as their pages were there, likewise.
+        kept_pages: Free pages with texts that may be wanted again.
         failed: Moves given up because a copy failed, likewise.
         bytes_moved: Bytes copied from the host into the pool likewise, load included.
         bits: Blocks at each committed width, by width.
@@ -45,6 +47,8 @@ class StepRecord:
     kv_pages: int
     weight_pages: int
     preemptions: int
+    reused_tokens: int = 0
+    kept_pages: int = 0
     mean_bits: float | None = None
     lowered: int = 0
     raised: int = 0

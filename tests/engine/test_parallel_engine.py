@@ -78,8 +78,12 @@ def test_the_engine_writes_the_same_over_a_mesh(name, layout, devices):
     assert sum(g.preemptions for g in found) > 0
     engine.check_pages()
     assert (engine.plan.array_bytes < alone.plan.array_bytes) == (devices > 1)
+    before = engine.trace[-1].reused_tokens
     with no_compilation():
+        known = engine.generate(prompts()[-1:], 16, stop_token_ids=())  # out of kept pages
         again = engine.generate(prompts()[:2], 8, Sampling(0.8), stop_token_ids=())
+    assert known[0].tokens == expected[-1].tokens
+    assert engine.trace[-1].reused_tokens > before
     assert all(0 <= token < model.config.vocab_size for g in again for token in g.tokens)
 
 

@@ -60,6 +60,16 @@ def test_the_same_seed_draws_the_same_text(command, converted):
     assert first != other
 
 
+@pytest.mark.parametrize("flags", [(), ("--no-prefix-sharing",)])
+def test_samples_of_a_prompt_share_its_pages(command, converted, flags):
+    options = ("--samples", "3", "--temperature", "1.5", "--page-kib", "0.5", "--json", "-", *flags)
+    report = json.loads(generate(command, converted, *options, prompt=("--prompt", "x" * 40))[1])
+    texts = [tuple(one["tokens"]) for one in report["generations"]]
+    assert len(texts) == 3
+    assert len(set(texts)) > 1
+    assert (report["last_step"]["reused_tokens"] > 39) == (not flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "prompt", "words"),
     [
@@ -71,6 +81,7 @@ def test_the_same_seed_draws_the_same_text(command, converted):
         (("--temperature", "-1"), PROMPT, "temperature"),
         (("--top-p", "0"), PROMPT, "top_p"),
         (("--page-kib", "0.3"), PROMPT, "page_bytes"),
+        (("--samples", "0"), PROMPT, "samples"),
         (("--min-bits", "0", "--slots", "0"), PROMPT, "slots"),
         (("--chat",), PROMPT, "chat template"),
     ],
