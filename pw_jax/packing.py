@@ -1,5 +1,8 @@
 """Several small arrays as one: every host array that a step takes costs a transfer of its own."""
 
+from itertools import pairwise
+from typing import Any
+
 import jax
 import numpy as np
 from jaxtyping import Array, Int32
@@ -28,8 +31,8 @@ class Packing[TreeT]:
             raise ValueError(f"only 32-bit arrays are packed, not {wide[0]}")
         self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
         self._ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
-        self._vector = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
-        self.defaults = self._views(self._vector)
+        self._vector = self.pack(blank)
+        self.defaults = self.view(self._vector)
 
     @property
     def vector(self) -> Int32[np.ndarray, " words"]:
@@ -42,7 +45,13 @@ class Packing[TreeT]:
         It is new each time: a device may read the last one late.
         """
         vector = self._vector.copy()
-        return vector, self._views(vector)
+        return vector, self.view(vector)
+
+    @staticmethod
+    def pack(tree: Any) -> Int32[np.ndarray, " words"]:
+        """A vector of a tree of arrays like those of ``blank``."""
+        leaves = [leaf.reshape(-1).view(np.int32) for leaf in jax.tree.leaves(tree)]
+        return np.concatenate([np.zeros(0, np.int32), *leaves])
 
     def unpack(self, vector: Int32[Array, " words"]) -> TreeT:
         """The tree inside a traced function."""
@@ -55,11 +64,12 @@ class Packing[TreeT]:
             ],
         )
 
-    def _views(self, vector: np.ndarray) -> TreeT:
+    def view(self, vector: np.ndarray) -> TreeT:
+        """The tree as views of a vector on the host."""
         parts = zip(self._slices(), self._shapes, strict=True)
         return jax.tree.unflatten(
             self._tree, [vector[part].view(dtype).reshape(shape) for part, (shape, dtype) in parts]
         )
 
     def _slices(self) -> list[slice]:
-        return [slice(*ends) for ends in zip([0, *self._ends[:-1]], self._ends, strict=True)]
+        return [slice(*ends) for ends in pairwise([0, *self._ends])]

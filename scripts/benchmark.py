@@ -6,6 +6,7 @@ python scripts/benchmark.py engine --model DIR_OR_FILE --batch 1 --bits 4 --json
 python scripts/benchmark.py experts --json PATH
 python scripts/benchmark.py transformers --model DIR_OR_FILE --batch 1 --json PATH
 python scripts/benchmark.py latent-kv --json docs/results/h200/latent_kv.json
+python scripts/benchmark.py latent-steps --json docs/results/cpu/latent_steps.json
 python scripts/benchmark.py ramp --shape qwen1.5-moe --json docs/results/h200/kv_ramp.json
 python scripts/benchmark.py plan --json docs/results/cpu/planning.json
 """
@@ -84,6 +85,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     where = ramp.add_mutually_exclusive_group(required=True)
     where.add_argument("--json", type=Path, help="where results go")
     where.add_argument("--tables", type=Path, nargs="+", help="only print those of earlier files")
+    steps = commands.add_parser("latent-steps", help="steps over latents in long page tables")
+    steps.add_argument("--contexts", type=int, nargs="+", default=[64, 256, 1024])
+    steps.add_argument("--table-tokens", type=int, default=4096, help="default %(default)s")
+    steps.add_argument("--json", type=Path, required=True, help="where results go")
     plan = commands.add_parser("plan", help="time to plan 40,000 steps, on one CPU core")
     plan.add_argument("--json", type=Path, required=True, help="where results go")
     return parser.parse_args(argv)
@@ -289,10 +294,28 @@ def latent_kv(arguments: argparse.Namespace) -> None:
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def latent_steps(arguments: argparse.Namespace) -> None:
+    """The ``latent-steps`` command."""
+    from _latent_step_benchmark import run
+
+    records: list[dict[str, Any]] = []
+
+    def report(record: dict[str, Any]) -> None:
+        print(
+            f"{record['context']} of {record['table_tokens']} tokens, {record['programs']} "
+            f"programs: decode {record['decode_ms']:.1f} ms, prefill {record['prefill_ms']:.1f} ms",
+            flush=True,
+        )
+        records.append(record)
+        _write_one(arguments.json, {"records": records})
+
+    run(arguments.contexts, arguments.table_tokens, report)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command."""
     arguments = parse(argv)
-    commands = (kernels, tp, engine, experts, transformers, latent_kv, ramp, plan)
+    commands = (kernels, tp, engine, experts, transformers, latent_kv, latent_steps, ramp, plan)
     named = {command.__name__.replace("_", "-"): command for command in commands}
     named[arguments.command](arguments)
 

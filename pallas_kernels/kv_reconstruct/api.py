@@ -62,7 +62,8 @@ def latent_attention(
     body = resolve(implementation)
     columns = pages.shape[1] if compact is None else compact.remap.shape[1]
     if q.shape[1] == 1:
-        shape = decode_shape(up, layout, rotation, q.shape[2], pages.shape[0], columns)
+        capacity = None if compact is None else compact.sequence.shape[0]
+        shape = decode_shape(up, layout, rotation, q.shape[2], pages.shape[0], columns, capacity)
         mode = cheapest(shape) if mode == "auto" else mode
         if mode not in possible_modes(shape):
             raise ValueError(f"mode {mode!r} is not possible for {shape}")
@@ -101,11 +102,24 @@ def decode_shape(
     query_heads: int,
     batch: int,
     blocks: int,
+    capacity: int | None = None,
 ) -> Shape:
-    """What the counts need to know of a decode step; shapes of ``up`` will do."""
+    """What the counts need to know of a decode step; shapes of ``up`` will do.
+
+    Args:
+        up: Projections.
+        layout: Layout of the pages.
+        rotation: Of the keys.
+        query_heads: N.
+        batch: Sequences.
+        blocks: Columns of the page tables.
+        capacity: Pages that ``rebuild`` rebuilds; None for all of the tables.
+    """
+    rebuilt = batch * blocks if capacity is None else capacity
     return Shape(
         layout,
         batch * blocks * layout.tokens_per_page,
+        rebuilt * layout.tokens_per_page,
         query_heads,
         up.k.shape[0],
         up.k.shape[1],

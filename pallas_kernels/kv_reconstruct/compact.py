@@ -25,13 +25,59 @@ class CompactBlocks(NamedTuple):
     remap: Any
 
 
-def compact_blocks(
-    pages: Int[np.ndarray, "B blocks"],
-    used: Int[np.ndarray, " B"],
-    *,
-    capacity: int,
-    columns: int | None = None,
-) -> CompactBlocks:
+class UsedPages(NamedTuple):
+    """The pages that a batch uses, to be laid out in a bucket.
+
+    Attributes:
+        sequence: Row of each used entry of the page tables.
+        block: Its column.
+        first: Of each page, the first entry that names it; in ascending order of pages.
+        number: The number of each entry's page in that order.
+    """
+
+    sequence: np.ndarray
+    block: np.ndarray
+    first: np.ndarray
+    number: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """Pages, each counted once."""
+        return len(self.first)
+
+    @property
+    def columns(self) -> int:
+        """Blocks of the longest sequence."""
+        return int(self.block.max(initial=-1)) + 1
+
+    def laid_out(self, batch: int, *, capacity: int, columns: int) -> CompactBlocks:
+        """Under fixed shapes.
+
+        Args:
+            batch: Sequences.
+            capacity: Length C of the lists; what is over repeats block 0 of sequence 0.
+            columns: Columns of ``remap``.
+
+        Raises:
+            ValueError: More pages are used than ``capacity``, or a sequence uses more blocks than
+                ``columns``: the caller chose too small a bucket.
+        """
+        if self.columns > columns:
+            raise ValueError(f"a sequence of {self.columns} blocks does not fit {columns} columns")
+        if self.count > capacity:
+            raise ValueError(f"{self.count} used pages do not fit a bucket of {capacity}")
+        compact = CompactBlocks(
+            np.zeros(capacity, np.int32),
+            np.zeros(capacity, np.int32),
+            np.zeros((batch, columns), np.int32),
+        )
+        compact.sequence[: self.count] = self.sequence[self.first]
+        compact.block[: self.count] = self.block[self.first]
+        compact.remap[self.sequence, self.block] = self.number
+        return compact
+
+
+def used_pages(pages: Int[np.ndarray, "B blocks"], used: Int[np.ndarray, " B"]) -> UsedPages:
     """Numbers the pages that are used, in ascending order of their ids.
 
     A page of several sequences (a shared prefix) gets one number: it is rebuilt once, out of place.
@@ -40,29 +86,22 @@ def compact_blocks(
     Args:
         pages: Page ids of one layer; what lies behind the used blocks means nothing.
         used: Blocks that each sequence uses; 0 for an empty slot.
-        capacity: Length C of the result's lists; what is over repeats block 0 of sequence 0.
-        columns: Columns of ``remap``; None for those of ``pages``.
-
-    Raises:
-        ValueError: More pages are used than ``capacity``, or a sequence uses more blocks than
-            ``columns``: the caller chose too small a bucket.
     """
-    width = pages.shape[1] if columns is None else columns
-    if used.max(initial=0) > width:
-        raise ValueError(f"a sequence of {used.max()} blocks does not fit {width} columns")
     sequence, block = np.nonzero(np.arange(pages.shape[1])[None, :] < used[:, None])
     _, first, number = np.unique(pages[sequence, block], return_index=True, return_inverse=True)
-    if len(first) > capacity:
-        raise ValueError(f"{len(first)} used pages do not fit a bucket of {capacity}")
-    compact = CompactBlocks(
-        np.zeros(capacity, np.int32),
-        np.zeros(capacity, np.int32),
-        np.zeros((len(pages), width), np.int32),
-    )
-    compact.sequence[: len(first)] = sequence[first]
-    compact.block[: len(first)] = block[first]
-    compact.remap[sequence, block] = number
-    return compact
+    return UsedPages(sequence, block, first, number)
+
+
+def compact_blocks(
+    pages: Int[np.ndarray, "B blocks"],
+    used: Int[np.ndarray, " B"],
+    *,
+    capacity: int,
+    columns: int | None = None,
+) -> CompactBlocks:
+    """See :func:`used_pages` and :meth:`UsedPages.laid_out`; ``columns`` None for all of them."""
+    width = pages.shape[1] if columns is None else columns
+    return used_pages(pages, used).laid_out(len(pages), capacity=capacity, columns=width)
 
 
 def all_blocks(batch: int, blocks: int) -> CompactBlocks:

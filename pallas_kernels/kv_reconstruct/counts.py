@@ -4,7 +4,7 @@ Times are ``bytes / bandwidth + operations / rate + launches``, with the rates o
 They choose between modes; they are no forecast.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pallas_kernels.kv_reconstruct.configs import RATES
@@ -21,6 +21,7 @@ class Shape:
     Attributes:
         layout: Of the latent pages.
         tokens: Tokens of all sequences together, unused places of the buckets included.
+        rebuilt_tokens: Tokens that ``rebuild`` makes keys and values of, likewise.
         query_heads: N.
         kv_heads: K.
         k_dim: Dimensions of a key that are rebuilt, H.
@@ -31,6 +32,7 @@ class Shape:
 
     layout: LatentLayout
     tokens: int
+    rebuilt_tokens: int
     query_heads: int
     kv_heads: int
     k_dim: int
@@ -80,6 +82,7 @@ class Cost:
 
 def rebuild_cost(shape: Shape) -> Cost:
     """Latents are gathered (read, written, read), keys and values made, packed and read."""
+    shape = replace(shape, tokens=shape.rebuilt_tokens)
     k_rank, v_rank = shape.layout.k_rank, shape.layout.value_part[1]
     made = k_rank * shape.k_dim + v_rank * shape.v_dim
     return Cost(

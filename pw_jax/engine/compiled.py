@@ -4,12 +4,15 @@ They are compiled ahead of time and called as executables: an argument of anothe
 sharding is an error, never a silent compilation in the middle of a generation.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pw_jax.engine.buckets import UsedTables
+from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.memory_plan import MemoryPlan
 from pw_jax.engine.reuse import copy_pages, no_reuse, reuse_pages
 from pw_jax.engine.sampling import GREEDY, Sampling, SamplingArrays
@@ -24,6 +27,7 @@ from pw_jax.engine.steps import (
 from pw_jax.models.config import ModelConfig
 from pw_jax.packing import Packing
 from pw_jax.paging.layout import PagingLayout
+from pw_jax.paging.observer import PromptStatistics
 from sharding.placement import Placement
 
 
@@ -101,37 +105,38 @@ class CompiledSteps:
             the defaults.
         prefill_arguments: The prefill step's arguments, packed.
         reuse_arguments: Arguments of the program that gives a slot pages of other texts, packed.
+        tables: Which steps over latents there are, and which one is called.
 
     Args:
         steps: The step functions.
+        config: The engine's settings.
         weights: The model's arrays.
         caches: The caches, or their shapes.
         output: A step output, or its shapes.
         expert_pages: A snapshot of the weight page table, or None.
-        prefill_chunk: Tokens of one prefill step.
         column_weight: What prefill needs for the direct prompt correction, or None.
         placement: Where the arrays are.
         vocabulary: Columns of the logits.
-        block_tokens: Tokens of a shared block; None if pages are not shared.
     """
 
     def __init__(
         self,
         steps: Steps,
+        config: EngineConfig,
         weights: list[jax.Array],
         caches: Caches,
         output: StepOutput,
         expert_pages: Any,
-        prefill_chunk: int,
         column_weight: jax.Array | None,
         placement: Placement,
         vocabulary: int,
-        block_tokens: int | None = None,
     ):
-        slots = output.tokens.shape[0]
+        slots = config.slots
         blocks = tuple(table.shape[2] for table in caches.kv_pages)
+        lengths = (config.max_sequence_tokens, config.latent_bucket_tokens)
+        self.tables = UsedTables(steps.layout, slots, blocks, *lengths)
         prefill_rows = 2 + max(
-            prefill_chunk // group.layout.tokens_per_page for group in steps.layout.kv_groups
+            config.prefill_chunk // group.layout.tokens_per_page for group in steps.layout.kv_groups
         )
         scalar = np.zeros((), np.int32)
         self.decode_arguments = Packing(
@@ -144,7 +149,7 @@ class CompiledSteps:
         self.prefill_arguments = Packing(
             PrefillArguments(
                 no_new_pages(steps.layout, prefill_rows, blocks),
-                np.zeros(prefill_chunk, np.int32),
+                np.zeros(config.prefill_chunk, np.int32),
                 scalar,
                 scalar,
                 scalar,
@@ -152,13 +157,16 @@ class CompiledSteps:
             )
         )
 
-        def decode(weights, caches, output, expert_pages, packed):
-            arguments = self.decode_arguments.unpack(packed)
-            return steps.decode(weights, caches, output, expert_pages, arguments)
+        def decode(compact, weights, caches, output, expert_pages, packed):
+            words = self.decode_arguments.vector.size
+            arguments = self.decode_arguments.unpack(packed[:words])
+            pages = compact.unpack(packed[words:])
+            return steps.decode(weights, caches, output, expert_pages, arguments, pages)
 
-        def prefill(weights, caches, output, expert_pages, packed, column_weight):
+        def prefill(columns, weights, caches, output, expert_pages, packed, column_weight):
             arguments = self.prefill_arguments.unpack(packed)
-            return steps.prefill(weights, caches, output, expert_pages, arguments, column_weight)
+            state = (weights, caches, output, expert_pages)
+            return steps.prefill(*state, arguments, column_weight, columns)
 
         def draw_decoded(logits, output, packed):
             return steps.draw_decoded(logits, output, self.decode_arguments.unpack(packed))
@@ -177,27 +185,70 @@ class CompiledSteps:
             compiled = jax.jit(function, out_shardings=state[1])
             return compiled.lower(logits, output, packed).compile()
 
-        compiled = jax.jit(decode, donate_argnums=1, out_shardings=(*state, scores))
-        lowered = compiled.lower(*common, decoded)
-        self.decode = lowered.compile()
+        outputs = (*state, scores)
+        self._decode, self._prefill = [], []
+        for size in self.tables.decode:
+            compact = Packing(size.blank(slots))
+            compiled = jax.jit(partial(decode, compact), donate_argnums=1, out_shardings=outputs)
+            lowered = compiled.lower(*common, np.concatenate([decoded, compact.vector]))
+            self._decode.append(lowered.compile())
         self.draw_decoded = draw(draw_decoded, lowered.out_info[2], decoded)
-        compiled = jax.jit(prefill, donate_argnums=1, out_shardings=(*state, scores, None))
-        lowered = compiled.lower(*common, prefilled, column_weight)
-        self.prefill = lowered.compile()
+        outputs = (*outputs, None)
+        for size in self.tables.prefill:
+            run = partial(prefill, size.columns)
+            compiled = jax.jit(run, donate_argnums=1, out_shardings=outputs)
+            lowered = compiled.lower(*common, prefilled, column_weight)
+            self._prefill.append(lowered.compile())
         self.draw_prefilled = draw(draw_prefilled, lowered.out_info[2], prefilled)
-        if block_tokens is None:
+        if not config.shares_prefixes:
             return
-        self.reuse_arguments = Packing(no_reuse(steps.layout, blocks, block_tokens))
+        self.reuse_arguments = Packing(no_reuse(steps.layout, blocks))
         copy = placement.on_each_device(copy_pages, whole_arguments=2)
 
         def reuse(caches, packed):
             return reuse_pages(caches, self.reuse_arguments.unpack(packed), copy)
 
         compiled = jax.jit(reuse, donate_argnums=0, out_shardings=state[0])
-        self.reuse = compiled.lower(caches, self.reuse_arguments.vector).compile()
+        self._reuse = compiled.lower(caches, self.reuse_arguments.vector).compile()
+
+    def decode(
+        self,
+        weights: list[jax.Array],
+        caches: Caches,
+        output: StepOutput,
+        expert_pages: Any,
+        packed: np.ndarray,
+    ) -> tuple[Caches, StepOutput, jax.Array]:
+        """Runs :meth:`Steps.decode` of the size that the batch needs; ``packed`` as filled in."""
+        arguments = self.decode_arguments.view(packed)
+        self.tables.take_in(arguments.new_pages)
+        size, compact = self.tables.decode_size(arguments.positions + 1)
+        packed = np.concatenate([packed, Packing.pack(compact)])
+        return self._decode[size](weights, caches, output, expert_pages, packed)
+
+    def prefill(
+        self,
+        weights: list[jax.Array],
+        caches: Caches,
+        output: StepOutput,
+        expert_pages: Any,
+        packed: np.ndarray,
+        column_weight: jax.Array | None,
+    ) -> tuple[Caches, StepOutput, jax.Array, PromptStatistics | None]:
+        """Runs :meth:`Steps.prefill` of the size that the sequence needs."""
+        arguments = self.prefill_arguments.view(packed)
+        self.tables.take_in(arguments.new_pages)
+        size = self.tables.prefill_size(int(arguments.start + arguments.count))
+        state = (weights, caches, output, expert_pages)
+        return self._prefill[size](*state, packed, column_weight)
+
+    def reuse(self, caches: Caches, packed: np.ndarray) -> Caches:
+        """Runs :func:`reuse_pages`."""
+        self.tables.take_over(self.reuse_arguments.view(packed))
+        return self._reuse(caches, packed)
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes that XLA allocates during a step, besides arguments: the larger of the two."""
-        analyses = [step.memory_analysis() for step in (self.decode, self.prefill)]
+        """Bytes that XLA allocates during a step, besides arguments: the most of all steps."""
+        analyses = [step.memory_analysis() for step in (*self._decode, *self._prefill)]
         return max(analysis.temp_size_in_bytes for analysis in analyses if analysis is not None)

@@ -25,6 +25,9 @@ class EngineConfig:
         kv_dtype: ``"bfloat16"``, or ``"float32"`` to compare with a float32 reference.
         kv_cache: ``"full"`` keeps keys and values; ``"latent"`` keeps, where a layer has them, the
             latents that they come from; ``"auto"`` keeps what is cheaper, see `cache_choice`.
+        latent_bucket_tokens: Steps over latents are compiled for several lengths of page tables:
+            from about so many tokens a sequence to all, each twice the one before. The host takes
+            the shortest that holds what is used. ``max_sequence_tokens`` makes one of all lengths.
         prefix_sharing: Texts that begin alike share pages, also after the first has ended; see
             `KvCache`. Not while statistics of prompts are collected, for which every prompt is run.
         implementation: Which kernels run.
@@ -39,6 +42,7 @@ class EngineConfig:
     page_bytes: int | None = None
     kv_dtype: str = "bfloat16"
     kv_cache: KvCacheKind = "auto"
+    latent_bucket_tokens: int = 256
     prefix_sharing: bool = True
     implementation: Implementation = "auto"
     planner: PlannerConfig = field(default_factory=PlannerConfig)
@@ -50,7 +54,13 @@ class EngineConfig:
         return self.prefix_sharing and self.planner.prompt_statistics == "off"
 
     def __post_init__(self):
-        for name in ("slots", "max_sequence_tokens", "prefill_chunk", "routing_read_steps"):
+        for name in (
+            "slots",
+            "max_sequence_tokens",
+            "prefill_chunk",
+            "latent_bucket_tokens",
+            "routing_read_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.page_bytes is not None and (self.page_bytes <= 0 or self.page_bytes % 512):

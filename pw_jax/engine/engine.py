@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
 import jax
-import numpy as np
 
 from pw_jax.engine.cache_choice import latents_of
 from pw_jax.engine.compiled import CompiledSteps, fill_chunk, fill_sampling, first_state
@@ -23,7 +22,7 @@ from pw_jax.engine.sampling import GREEDY, Sampling
 from pw_jax.engine.sequence import Request, Sequence, TokenEvent, check_request
 from pw_jax.engine.steps import Caches, Steps
 from pw_jax.engine.trace import StepRecord
-from pw_jax.engine.unread import PromptChunk, Unread
+from pw_jax.engine.unread import PromptChunk, Unread, UnreadSteps
 from pw_jax.errors import UserError
 from pw_jax.models.decoder import CausalLm
 from pw_jax.paging.allocator import Owner, PageAllocator
@@ -93,26 +92,23 @@ class Engine:
         observe = experts is not None and config.planner.prompt_statistics != "off"
         self._compiled = CompiledSteps(
             Steps(jax.tree.structure(model), self.layout, config.implementation, observe),
+            config,
             self._weights,
             self._caches,
             self._output,
             self._expert_pages(),
-            config.prefill_chunk,
             self._column_weight,
             placement,
             model.config.vocab_size,
-            self._kv.block_tokens if config.shares_prefixes else None,
         )
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # by age
-        self._unread: deque[Unread] = deque()
+        self._unread = UnreadSteps(self.precision, config.routing_read_steps)
         self._arrivals = 0
         self._turns = 0
-        self._reads = 0
         self._dispatched_tokens = 0
         self._preemptions = 0
         self._reused_tokens = 0
-        self._wait_seconds = 0.0
         self._started = time.perf_counter()
         self.trace: list[StepRecord] = []
 
@@ -193,7 +189,7 @@ class Engine:
             Tokens read in this turn.
         """
         began = time.perf_counter()
-        self._wait_seconds = 0.0
+        self._unread.wait_seconds = 0.0
         events: list[TokenEvent] = []
         if self._waiting:
             self._admit()
@@ -283,7 +279,7 @@ class Engine:
         prompt = None
         if statistics is not None:
             prompt = PromptChunk(sequence, statistics, count, first=start == 0)
-        self._unread.append(Unread(self._output, drawn, self._dispatched_tokens, prompt))
+        self._unread.add(Unread(self._output, drawn, self._dispatched_tokens, prompt))
         return count
 
     def _reuse(self, sequence: Sequence) -> None:
@@ -320,7 +316,7 @@ class Engine:
             self._output = self._compiled.draw_decoded(logits, self._output, packed)
         self._output.tokens.copy_to_host_async()
         self._dispatched_tokens += len(ready)
-        self._unread.append(
+        self._unread.add(
             Unread(self._output, [(s.slot, s) for s in ready], self._dispatched_tokens)
         )
         return len(ready)
@@ -379,33 +375,11 @@ class Engine:
             self.precision.prompts.forget(sequence.number)
 
     def _read(self) -> list[TokenEvent]:
-        """Reads the oldest unread step: waits for it, and no longer."""
-        step, began = self._unread.popleft(), time.perf_counter()
-        step.output.tokens.block_until_ready()
-        self._wait_seconds += time.perf_counter() - began
-        if (
-            step.prompt is not None
-            and self.precision is not None
-            and step.prompt.sequence.slot >= 0
-        ):
-            sequence, statistics, count, first = step.prompt
-            self.precision.prompts.add(sequence.number, statistics, count, first=first)
-        if not step.slots:
-            return []
-        tokens = np.asarray(step.output.tokens).tolist()
-        self._reads += 1
-        if self.precision is not None and self._reads % self.config.routing_read_steps == 0:
-            self.precision.observe(np.asarray(step.output.routing_mass), step.dispatched_tokens)
-        events = []
-        for slot, sequence in step.slots:
-            if sequence.finished:  # the token after a stop token, drawn before it was read
-                continue
-            token = tokens[slot]
-            sequence.generated.append(token)
-            sequence.stopped = token in sequence.request.stop_token_ids
-            events.append(TokenEvent(sequence, token))
-            if sequence.finished and sequence.slot >= 0:
-                self._leave(sequence)
+        """Reads the oldest unread step; who has its last token leaves."""
+        events = self._unread.read()
+        for event in events:
+            if event.sequence.finished and event.sequence.slot >= 0:
+                self._leave(event.sequence)
         return events
 
     def _record(self, prefilled: int, decoded: int, seconds: float) -> None:
@@ -425,7 +399,7 @@ class Engine:
                 reused_tokens=self._reused_tokens,
                 kept_pages=self.allocator.owned(Owner.KEPT),
                 step_seconds=seconds,
-                wait_seconds=self._wait_seconds,
+                wait_seconds=self._unread.wait_seconds,
                 **(self.precision.counters() if self.precision is not None else {}),
             )
         )

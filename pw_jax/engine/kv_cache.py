@@ -64,7 +64,7 @@ class KvCache:
         self._groups = layout.kv_groups
         self._allocator = allocator
         self.block_pages = sum(len(group.layers) for group in self._groups)
-        self.block_tokens = max(group.layout.tokens_per_page for group in self._groups)
+        self.block_tokens = layout.block_tokens
         self._tree = PrefixTree(allocator, self.block_tokens) if sharing else None
         self._filling: dict[Sequence, None] = {}  # sequences with pages
 

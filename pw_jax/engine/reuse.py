@@ -30,15 +30,14 @@ class ReuseArguments(NamedTuple):
     targets: Any
 
 
-def no_reuse(layout: PagingLayout, blocks: tuple[int, ...], block_tokens: int) -> ReuseArguments:
+def no_reuse(layout: PagingLayout, blocks: tuple[int, ...]) -> ReuseArguments:
     """Arguments to be filled in.
 
     Args:
         layout: The model's layouts.
         blocks: Blocks of each group's table.
-        block_tokens: Most tokens that are copied.
     """
-    copied = layout.kv_pages(block_tokens)
+    copied = layout.kv_pages(layout.block_tokens)
     return ReuseArguments(
         np.zeros((), np.int32),
         tuple(

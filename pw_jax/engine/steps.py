@@ -1,6 +1,6 @@
 """The two programs that an engine runs: a prefill chunk of one sequence, and a decode step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast, no_type_check
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation
+from pallas_kernels.kv_reconstruct import CompactBlocks
 from pallas_kernels.paged_expert_ffn import ModulePages
 from pw_jax.engine.sampling import HostOrDevice, SamplingArrays, most_likely, sample
 from pw_jax.models.decoder import CausalLm, Output
@@ -121,6 +122,7 @@ class Steps:
         previous: StepOutput,
         expert_pages: tuple[ModulePages, ModulePages] | None,
         arguments: DecodeArguments,
+        compact: tuple[CompactBlocks | None, ...] = (),
     ) -> tuple[Caches, StepOutput, Float32[Array, "B V"]]:
         """The most likely token for every slot with a position of 0 or more, and the logits.
 
@@ -130,11 +132,13 @@ class Steps:
             previous: Output of the step before.
             expert_pages: Snapshot of the weight page table.
             arguments: What the host says.
+            compact: Used pages of KV groups of latents, see `PagedMemory`.
         """
         new_pages, positions, _ = arguments
         kv_pages = self._with_new_pages(caches, new_pages)
         model = self._model(weights)
         memory = self._memory(caches.pool, kv_pages, positions[:, None], expert_pages)
+        memory = replace(memory, compact=compact)
         out = model(previous.tokens[:, None], jnp.maximum(positions, 0)[:, None], memory)
         logits = model.logits(out.hidden[:, 0])
         tokens = jnp.where(positions >= 0, most_likely(logits), previous.tokens)
@@ -148,6 +152,7 @@ class Steps:
         expert_pages: tuple[ModulePages, ModulePages] | None,
         arguments: PrefillArguments,
         column_weight: Float32[Array, "L E D"] | None = None,
+        columns: tuple[int | None, ...] | None = None,
     ) -> tuple[Caches, StepOutput, Float32[Array, "1 V"], PromptStatistics | None]:
         """Runs one chunk of one sequence: the most likely token that follows it, and the logits.
 
@@ -160,12 +165,17 @@ class Steps:
             expert_pages: Snapshot of the weight page table.
             arguments: What the host says.
             column_weight: For the direct prompt correction; see `PromptObserver`.
+            columns: Of each KV group, the first blocks of a sequence that it looks at; None for
+                all, also in place of the tuple.
         """
         new_pages, chunk, slot, start, count, _ = arguments
         kv_pages = self._with_new_pages(caches, new_pages)
         index = jnp.arange(chunk.shape[0], dtype=jnp.int32)
         positions = jnp.where(index < count, start + index, -1)[None]
-        own = tuple(jax.lax.dynamic_slice_in_dim(table, slot, 1, axis=1) for table in kv_pages)
+        own = tuple(
+            jax.lax.dynamic_slice_in_dim(table, slot, 1, axis=1)[:, :, :most]
+            for table, most in zip(kv_pages, columns or (None,) * len(kv_pages), strict=True)
+        )
         model = self._model(weights)
         observer = PromptObserver(column_weight) if self.observe_prompts else None
         memory = self._memory(caches.pool, own, positions, expert_pages, observer)

@@ -90,6 +90,11 @@ class PagingLayout:
         groups = self.kv_groups
         return sum(4 * group.layout.words_per_token * len(group.layers) for group in groups)
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens whose pages are shared as a whole: what the largest page of any group holds."""
+        return max(group.layout.tokens_per_page for group in self.kv_groups)
+
     def kv_pages(self, tokens: int) -> int:
         """Pages that a sequence of ``tokens`` tokens needs over all layers."""
         return sum(group.blocks(tokens) * len(group.layers) for group in self.kv_groups)

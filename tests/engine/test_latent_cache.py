@@ -65,6 +65,7 @@ CONFIG = EngineConfig(
     prefill_chunk=16,
     kv_dtype="float32",
     kv_cache="latent",
+    latent_bucket_tokens=64,
 )
 
 
