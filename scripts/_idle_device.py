@@ -16,8 +16,10 @@ def idle_device(engine: Engine) -> None:
     what they held.
     """
     assert engine.precision is not None
-    steps, mover = engine._compiled, engine.precision._mover
-    state = (engine._weights, engine._caches, engine._output, engine._expert_pages())
+    device, mover = engine._device, engine.precision._mover
+    steps = device.compiled
+    assert len(steps.decode_steps) == len(steps.prefill_steps) == 1  # no latents
+    state = (device.weights, device.caches, device.output, engine._expert_pages())
     logits = jnp.zeros((engine.config.slots, 1))
 
     def decode(weights: Any, caches: Any, output: Any, pages: Any, packed: Any) -> Any:
@@ -26,8 +28,9 @@ def idle_device(engine: Engine) -> None:
     def prefill(weights: Any, caches: Any, output: Any, pages: Any, packed: Any, _: None) -> Any:
         return caches, output, logits[:1], None
 
-    steps.decode = _compiled(decode, 1, *state, steps.decode_arguments.vector)
-    steps.prefill = _compiled(prefill, 1, *state, steps.prefill_arguments.vector, None)
+    steps.decode_steps = [_compiled(decode, 1, *state, steps.decode_arguments.vector)]
+    prefilled = steps.prefill_arguments.vector
+    steps.prefill_steps = [_compiled(prefill, 1, *state, prefilled, None)]
     for size, writer in mover._writers.items():
         (pool, *images), _ = writer.args_info
         mover._writers[size] = _compiled(lambda pool, *images: pool, 0, pool, *images)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pw_jax.engine.buckets import UsedTables
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.models import registry
@@ -71,7 +72,8 @@ def run(contexts: list[int], table_tokens: int, report: Callable[[dict[str, Any]
             latent_bucket_tokens=256 if sizes else table_tokens,
         )
         engine = Engine(model, config)
-        tables = engine._compiled.tables
+        lengths = (table_tokens, config.latent_bucket_tokens)
+        tables = UsedTables(engine.layout, SLOTS, engine.plan.kv_blocks, *lengths)
         programs = len(tables.prefill) + len(tables.decode)
         for context in contexts:
             times = _measure(engine, context)

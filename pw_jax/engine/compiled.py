@@ -106,6 +106,8 @@ class CompiledSteps:
         prefill_arguments: The prefill step's arguments, packed.
         reuse_arguments: Arguments of the program that gives a slot pages of other texts, packed.
         tables: Which steps over latents there are, and which one is called.
+        decode_steps: Executables, by the sizes of ``tables``.
+        prefill_steps: Likewise.
 
     Args:
         steps: The step functions.
@@ -186,20 +188,21 @@ class CompiledSteps:
             return compiled.lower(logits, output, packed).compile()
 
         outputs = (*state, scores)
-        self._decode, self._prefill = [], []
+        lowered = []
         for size in self.tables.decode:
             compact = Packing(size.blank(slots))
             compiled = jax.jit(partial(decode, compact), donate_argnums=1, out_shardings=outputs)
-            lowered = compiled.lower(*common, np.concatenate([decoded, compact.vector]))
-            self._decode.append(lowered.compile())
-        self.draw_decoded = draw(draw_decoded, lowered.out_info[2], decoded)
-        outputs = (*outputs, None)
+            packed = np.concatenate([decoded, compact.vector])
+            lowered.append(compiled.lower(*common, packed))
+        self.decode_steps = [step.compile() for step in lowered]
+        self.draw_decoded = draw(draw_decoded, lowered[0].out_info[2], decoded)
+        outputs, lowered = (*outputs, None), []
         for size in self.tables.prefill:
             run = partial(prefill, size.columns)
             compiled = jax.jit(run, donate_argnums=1, out_shardings=outputs)
-            lowered = compiled.lower(*common, prefilled, column_weight)
-            self._prefill.append(lowered.compile())
-        self.draw_prefilled = draw(draw_prefilled, lowered.out_info[2], prefilled)
+            lowered.append(compiled.lower(*common, prefilled, column_weight))
+        self.prefill_steps = [step.compile() for step in lowered]
+        self.draw_prefilled = draw(draw_prefilled, lowered[0].out_info[2], prefilled)
         if not config.shares_prefixes:
             return
         self.reuse_arguments = Packing(no_reuse(steps.layout, blocks))
@@ -224,7 +227,7 @@ class CompiledSteps:
         self.tables.take_in(arguments.new_pages)
         size, compact = self.tables.decode_size(arguments.positions + 1)
         packed = np.concatenate([packed, Packing.pack(compact)])
-        return self._decode[size](weights, caches, output, expert_pages, packed)
+        return self.decode_steps[size](weights, caches, output, expert_pages, packed)
 
     def prefill(
         self,
@@ -240,7 +243,7 @@ class CompiledSteps:
         self.tables.take_in(arguments.new_pages)
         size = self.tables.prefill_size(int(arguments.start + arguments.count))
         state = (weights, caches, output, expert_pages)
-        return self._prefill[size](*state, packed, column_weight)
+        return self.prefill_steps[size](*state, packed, column_weight)
 
     def reuse(self, caches: Caches, packed: np.ndarray) -> Caches:
         """Runs :func:`reuse_pages`."""
@@ -250,5 +253,5 @@ class CompiledSteps:
     @property
     def temporary_bytes(self) -> int:
         """Bytes that XLA allocates during a step, besides arguments: the most of all steps."""
-        analyses = [step.memory_analysis() for step in (*self._decode, *self._prefill)]
+        analyses = [step.memory_analysis() for step in (*self.decode_steps, *self.prefill_steps)]
         return max(analysis.temp_size_in_bytes for analysis in analyses if analysis is not None)

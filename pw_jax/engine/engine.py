@@ -10,14 +10,14 @@ from collections.abc import Sequence as Many
 import jax
 
 from pw_jax.engine.cache_choice import latents_of
-from pw_jax.engine.compiled import CompiledSteps, fill_chunk, fill_sampling, first_state
+from pw_jax.engine.compiled import CompiledSteps, first_state
 from pw_jax.engine.config import EngineConfig
+from pw_jax.engine.dispatch import Dispatch
 from pw_jax.engine.expert_source import ExpertSource
 from pw_jax.engine.generation import Generation, Prompt, Tokenizer, finish, make_requests
-from pw_jax.engine.kv_cache import KvCache, check_pages, fill_new_pages
+from pw_jax.engine.kv_cache import KvCache, check_pages
 from pw_jax.engine.memory_plan import check_experts, column_weight_bytes, plan_memory
 from pw_jax.engine.precision import Precision
-from pw_jax.engine.reuse import fill_reuse
 from pw_jax.engine.sampling import GREEDY, Sampling
 from pw_jax.engine.sequence import Request, Sequence, TokenEvent, check_request
 from pw_jax.engine.steps import Caches, Steps
@@ -62,7 +62,6 @@ class Engine:
             placement = Placement.over(model.mesh)
         else:
             leaves = jax.device_put(leaves, placement.whole)
-        self._weights = leaves
         array_bytes = sum(bytes_on_a_device(leaf) for leaf in leaves)
         if experts is not None:
             array_bytes += column_weight_bytes(model.config, config.planner)
@@ -73,34 +72,37 @@ class Engine:
         self.layout = self.plan.layout
         self.allocator = PageAllocator(self.plan.pool_pages)
         self._kv = KvCache(self.layout, self.allocator, sharing=config.shares_prefixes)
-        self._caches, self._output = first_state(self.plan, model.config, config.slots, placement)
+        caches, output = first_state(self.plan, model.config, config.slots, placement)
         self.precision: Precision | None = None
-        self._column_weight: jax.Array | None = None
+        column_weight: jax.Array | None = None
         if experts is not None:
             self.precision = Precision.create(
                 self.layout,
                 self.allocator,
                 experts,
                 config.planner,
-                self._caches.pool,
+                caches.pool,
                 placement,
             )
-            self._set_pool(self.precision.load(self._caches.pool, self.plan.weight_pages))
-            column_weight = self.precision.prompts.column_weight
-            if column_weight is not None:
-                self._column_weight = jax.device_put(column_weight, placement.whole)
+            pool = self.precision.load(caches.pool, self.plan.weight_pages)
+            caches = Caches(pool, caches.kv_pages)
+            if self.precision.prompts.column_weight is not None:
+                column_weight = jax.device_put(
+                    self.precision.prompts.column_weight, placement.whole
+                )
         observe = experts is not None and config.planner.prompt_statistics != "off"
-        self._compiled = CompiledSteps(
+        compiled = CompiledSteps(
             Steps(jax.tree.structure(model), self.layout, config.implementation, observe),
             config,
-            self._weights,
-            self._caches,
-            self._output,
+            leaves,
+            caches,
+            output,
             self._expert_pages(),
-            self._column_weight,
+            column_weight,
             placement,
             model.config.vocab_size,
         )
+        self._device = Dispatch(compiled, leaves, caches, output, column_weight)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # by age
         self._unread = UnreadSteps(self.precision, config.routing_read_steps)
@@ -115,7 +117,7 @@ class Engine:
     @property
     def temporary_bytes(self) -> int:
         """Bytes that XLA needs for temporary values during a step, on top of the budget."""
-        return self._compiled.temporary_bytes
+        return self._device.temporary_bytes
 
     @property
     def idle(self) -> bool:
@@ -220,9 +222,6 @@ class Engine:
     def _floor_pages(self) -> int:
         return self.precision.floor_pages if self.precision is not None else 0
 
-    def _set_pool(self, pool: jax.Array) -> None:
-        self._caches = Caches(pool, self._caches.kv_pages)
-
     def _admit(self) -> None:
         taken = {sequence.slot for sequence in self._running}
         free_slots = [slot for slot in range(self.config.slots) if slot not in taken]
@@ -241,8 +240,8 @@ class Engine:
             sequence.slot = free_slots.pop(0)
             sequence.to_prefill = len(sequence.tokens)
             insort(self._running, sequence, key=lambda s: s.number)
-            sampling = self._compiled.decode_arguments.defaults.sampling
-            fill_sampling(sampling, sequence.slot, sequence.request.sampling, sequence.request.seed)
+            request = sequence.request
+            self._device.set_sampling(sequence.slot, request.sampling, request.seed)
 
     def _prefill_step(self, events: list[TokenEvent]) -> int:
         sequence = next((s for s in self._running if not s.prefilled), None)
@@ -255,20 +254,7 @@ class Engine:
         grown = self._grow(sequence, start + count, events)
         if grown is None:
             return 0
-        packed, arguments = self._compiled.prefill_arguments.fill()
-        fill_new_pages(arguments.new_pages, 0, sequence.slot, grown)
-        fill_chunk(arguments, sequence.slot, start, sequence.tokens[start : start + count])
-        fill_sampling(arguments.sampling, 0, sequence.request.sampling, sequence.request.seed)
-        self._caches, self._output, logits, statistics = self._compiled.prefill(
-            self._weights,
-            self._caches,
-            self._output,
-            self._expert_pages(),
-            packed,
-            self._column_weight,
-        )
-        if sequence.samples:
-            self._output = self._compiled.draw_prefilled(logits, self._output, packed)
+        statistics = self._device.prefill(sequence, count, grown, self._expert_pages())
         sequence.cached += count
         self._kv.offer(sequence)
         self._dispatched_tokens += count
@@ -279,16 +265,14 @@ class Engine:
         prompt = None
         if statistics is not None:
             prompt = PromptChunk(sequence, statistics, count, first=start == 0)
-        self._unread.add(Unread(self._output, drawn, self._dispatched_tokens, prompt))
+        self._unread.add(Unread(self._device.output, drawn, self._dispatched_tokens, prompt))
         return count
 
     def _reuse(self, sequence: Sequence) -> None:
         """Lets a sequence begin behind what others have computed of its text."""
         copies = self._kv.reuse(sequence, self._relieve)
         if sequence.cached:
-            packed, arguments = self._compiled.reuse_arguments.fill()
-            fill_reuse(arguments, sequence, copies)
-            self._caches = self._compiled.reuse(self._caches, packed)
+            self._device.reuse(sequence, copies)
             self._reused_tokens += sequence.cached
 
     def _decode_step(self, events: list[TokenEvent]) -> int:
@@ -301,24 +285,13 @@ class Engine:
         ready = [s for s in wanting if s.cached < s.room and s.wants_token] if short else wanting
         if not ready:
             return 0
-        packed, arguments = self._compiled.decode_arguments.fill()
+        self._device.decode(ready, grown, self._expert_pages())
         for sequence in ready:
-            blocks = grown.get(sequence)
-            if blocks:
-                fill_new_pages(arguments.new_pages, sequence.slot, sequence.slot, blocks)
-            arguments.positions[sequence.slot] = sequence.cached
             sequence.cached += 1
             sequence.dispatched += 1
-        self._caches, self._output, logits = self._compiled.decode(
-            self._weights, self._caches, self._output, self._expert_pages(), packed
-        )
-        if any(sequence.samples for sequence in ready):
-            self._output = self._compiled.draw_decoded(logits, self._output, packed)
-        self._output.tokens.copy_to_host_async()
         self._dispatched_tokens += len(ready)
-        self._unread.add(
-            Unread(self._output, [(s.slot, s) for s in ready], self._dispatched_tokens)
-        )
+        drawn = [(sequence.slot, sequence) for sequence in ready]
+        self._unread.add(Unread(self._device.output, drawn, self._dispatched_tokens))
         return len(ready)
 
     def _grow(self, sequence: Sequence, tokens: int, events: list[TokenEvent]):
@@ -344,15 +317,15 @@ class Engine:
         if self.precision is None:
             return
         needed = self._kv.needed_next(self._running, self.config.prefill_chunk)
-        pool, restore = self._caches.pool, not self._waiting
-        self._set_pool(self.precision.advance(pool, needed=needed, restore=restore))
+        pool, restore = self._device.caches.pool, not self._waiting
+        self._device.set_pool(self.precision.advance(pool, needed=needed, restore=restore))
 
     def _relieve(self, needed: int) -> None:
         """Frees pages that are lacking now: what planning ahead did not foresee."""
         if self.precision is None or needed <= self.allocator.free:
             return
         wanted = self.precision.pages_wanted(self.allocator.free - needed)
-        self._set_pool(self.precision.relieve(self._caches.pool, wanted)[0])
+        self._device.set_pool(self.precision.relieve(self._device.caches.pool, wanted)[0])
 
     def _preempt(self, sequence: Sequence) -> None:
         if len(self._running) == 1:
@@ -369,7 +342,7 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         self._kv.release(sequence)
         self._running.remove(sequence)
-        fill_sampling(self._compiled.decode_arguments.defaults.sampling, sequence.slot)
+        self._device.set_sampling(sequence.slot)
         sequence.slot = -1
         if self.precision is not None:
             self.precision.prompts.forget(sequence.number)

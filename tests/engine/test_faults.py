@@ -28,15 +28,15 @@ def precision_of(engine: Engine):
 
 def lower(engine: Engine, pages: int) -> int:
     precision, _ = precision_of(engine)
-    pool, freed = precision.relieve(engine._caches.pool, pages)
-    engine._set_pool(pool)
+    pool, freed = precision.relieve(engine._device.caches.pool, pages)
+    engine._device.set_pool(pool)
     engine.check_pages()
     return freed
 
 
 def advance(engine: Engine, restore: bool = True) -> None:
     precision, _ = precision_of(engine)
-    engine._set_pool(precision.advance(engine._caches.pool, restore=restore))
+    engine._device.set_pool(precision.advance(engine._device.caches.pool, restore=restore))
     engine.check_pages()
 
 
@@ -133,8 +133,8 @@ def test_a_full_pool_starts_no_raise_and_breaks_nothing(engine):
     advance(engine)  # plans raises
     held = engine.allocator.take(engine.allocator.free, Owner.RESERVED)
     bits = precision.table.bits
-    pool = precision.advance(engine._caches.pool)
-    engine._set_pool(pool)
+    pool = precision.advance(engine._device.caches.pool)
+    engine._device.set_pool(pool)
     assert not precision.table.loading
     np.testing.assert_array_equal(precision.table.bits, bits)
     engine.allocator.give(held, Owner.RESERVED)

@@ -60,11 +60,15 @@ def test_the_smallest_size_that_holds_what_is_used(lengths, shared):
         for group, table in made._tables.items():
             used = [-(-length // TOKENS[group]) for length in lengths]
             pages = {table[row, block] for row in range(SLOTS) for block in range(used[row])}
-            fits[-1] &= len(pages) <= size.capacity[group] and max(used) <= size.columns[group]
+            columns, capacity = size.columns[group], size.capacity[group]
+            assert columns is not None
+            assert capacity is not None
+            fits[-1] &= len(pages) <= capacity and max(used) <= columns
     assert index == fits.index(True)
     assert compact[1] is None
     for group, table in made._tables.items():
         found = compact[group]
+        assert found is not None
         assert found.remap.shape == (SLOTS, made.decode[index].columns[group])
         assert len(found.sequence) == made.decode[index].capacity[group]
         for row, length in enumerate(lengths):

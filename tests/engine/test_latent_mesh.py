@@ -77,11 +77,11 @@ def test_the_same_texts_from_latents_on_every_device(name, layout, devices):
     kept = choose_cache(model.config, latent_layers(model), CONFIG)
     assert choose_cache(model.config, parallel.latent_layers, CONFIG) == kept
     assert all(isinstance(group.layout, LatentLayout) for group in engine.layout.kv_groups)
-    pools = [np.asarray(part.data)[1:] for part in engine._caches.pool.addressable_shards]
+    pools = [np.asarray(part.data)[1:] for part in engine._device.caches.pool.addressable_shards]
     assert all(np.array_equal(pool, pools[0]) for pool in pools[1:])
     made = {(latent.heads, latent.kv_heads) for latent in parallel.latent_layers.values()}
     assert made == {HEADS[name, devices]}
-    found = read_collectives(engine._compiled.decode)
+    found = read_collectives(engine._device.compiled.decode_steps[-1])
     measured = Counter((one.kind, shape[-1]) for one in found for shape in one.shapes)
     expected = by_formula(parallel, layout, devices)
     assert not expected - measured

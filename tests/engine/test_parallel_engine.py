@@ -102,8 +102,8 @@ def test_experts_in_pages_are_sliced_over_a_mesh(experts):
         texts = [[p[:20] for p in prompts()], [p[:7] for p in prompts()]]
         tokens = [g.tokens for g in engine.generate(vocabulary(texts[0]), 12, stop_token_ids=())]
         assert engine.precision.mean_bits == 8
-        pool, freed = engine.precision.relieve(engine._caches.pool, 10**6)
-        engine._set_pool(pool)
+        pool, freed = engine.precision.relieve(engine._device.caches.pool, 10**6)
+        engine._device.set_pool(pool)
         assert freed > 0
         assert engine.precision.mean_bits < 8
         tokens += [g.tokens for g in engine.generate(vocabulary(texts[1]), 12, stop_token_ids=())]

@@ -59,12 +59,18 @@ def test_a_release_ahead_counts_what_the_next_step_takes(experts):
     engine = pressed_engine(experts, 2048)
     assert engine.precision is not None
     free, block = engine.allocator.free, engine._kv.block_pages
-    engine._set_pool(engine.precision.advance(engine._caches.pool, needed=free - 5 * block))
+    engine._device.set_pool(
+        engine.precision.advance(engine._device.caches.pool, needed=free - 5 * block)
+    )
     assert not engine.precision.moves.events
-    engine._set_pool(engine.precision.advance(engine._caches.pool, needed=free - 5 * block + 1))
+    engine._device.set_pool(
+        engine.precision.advance(engine._device.caches.pool, needed=free - 5 * block + 1)
+    )
     assert [event.kind for event in engine.precision.moves.events] == ["plan"]
     assert engine.allocator.free == free
-    engine._set_pool(engine.precision.advance(engine._caches.pool, needed=free - 5 * block + 1))
+    engine._device.set_pool(
+        engine.precision.advance(engine._device.caches.pool, needed=free - 5 * block + 1)
+    )
     assert engine.precision.moves.events[-1].kind == "release"
     assert engine.allocator.free > free
     engine.check_pages()

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 from engine_doubles import TINY_DENSE, no_compilation
-from test_latent_cache import CONFIG, random_model
+from test_latent_cache import CONFIG as LATENT
+from test_latent_cache import random_model
 
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.sampling import Sampling
@@ -14,6 +15,7 @@ from pw_jax.models import registry
 from pw_jax.paging.allocator import Owner
 from pw_jax.planner.config import PlannerConfig
 
+CONFIG = dataclasses.replace(LATENT, page_bytes=2048, kv_cache="full")
 POISON = np.uint32(0x7FC07FC0)  # NaN in both dtypes
 NEW_TOKENS = 12
 HOT = Sampling(0.9)
@@ -23,12 +25,12 @@ HOT = Sampling(0.9)
 def engine(request, experts) -> Engine:
     if request.param == "paged":
         held = PlannerConfig(bucket_floors=(8, 8, 8))  # widths change texts as well
-        config = dataclasses.replace(CONFIG, kv_cache="full", planner=held)
+        config = dataclasses.replace(CONFIG, planner=held)
         return Engine(experts.paged(), config, experts)
     if request.param == "latent":
-        return Engine(random_model("llama"), CONFIG)
+        return Engine(random_model("llama"), dataclasses.replace(CONFIG, kv_cache="latent"))
     model = registry.random_model(registry.read_config(TINY_DENSE))
-    return Engine(model, dataclasses.replace(CONFIG, kv_cache="full"))
+    return Engine(model, CONFIG)
 
 
 def requests() -> list[Request]:
@@ -53,7 +55,7 @@ def forget(engine: Engine) -> None:
 
 def poison(engine: Engine) -> None:
     free = np.append(engine.allocator.owned_ids(Owner.FREE), 0)
-    engine._set_pool(engine._caches.pool.at[free].set(POISON))
+    engine._device.set_pool(engine._device.caches.pool.at[free].set(POISON))
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Sequence]:

@@ -74,8 +74,8 @@ def test_reused_pages_do_not_leak_into_others(experts):
     prompts = some_prompts(5, 33)
     expected = engine.generate(prompts, 12, stop_token_ids=())
     free = engine.allocator.owned_ids(Owner.FREE)
-    pool = engine._caches.pool.at[np.append(free, 0)].set(np.uint32(0x7FC07FC0))
-    engine._set_pool(pool)
+    pool = engine._device.caches.pool.at[np.append(free, 0)].set(np.uint32(0x7FC07FC0))
+    engine._device.set_pool(pool)
     again = engine.generate(prompts, 12, stop_token_ids=())
     assert [g.tokens for g in again] == [g.tokens for g in expected]
 
