@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     if max(counts) > present:
         raise UserError(f"--tp {max(counts)}, but there are {present} devices")
     result: dict[str, Any] = {
-        "command": " ".join(["python", "scripts/benchmark.py", *sys.argv[1:]]),
+        "commands": [" ".join(["python", "scripts/benchmark.py", *sys.argv[1:]])],
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "environment": {
@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.resume and arguments.json.exists():
         before = read_json(arguments.json)
         result["records"] = before["records"]
+        result["commands"] = list(dict.fromkeys(before.get("commands", []) + result["commands"]))
         for key in ("device", "environment", "shrink"):
             if before[key] != result[key]:
                 raise UserError(f"{arguments.json} was made with another {key}: do not resume it")
