@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _command import run
-from _gguf_llama import GgufLlama, open_gguf
+from _gguf_file import open_gguf
+from _gguf_llama import GgufLlama
 from _moe_distill import ROUTER_SCALE, Fitted, distill, ffn_inputs, freeze
 from _moe_split import Geometry, fit_router, order_neurons
 from flax import nnx
@@ -282,7 +283,8 @@ def main(argv: Sequence[str] | None) -> None:
     flags = parser.parse_args(argv)
     if bool(flags.text) == bool(flags.evaluate):
         raise UserError("give either --text (to calibrate) or --evaluate")
-    with open_gguf(flags.source) as gguf:
+    with open_gguf([flags.source]) as file:
+        gguf = GgufLlama(file)
         if flags.evaluate:
             evaluate(gguf, flags.source, flags.artefact, flags.evaluate)
             return

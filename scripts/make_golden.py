@@ -4,7 +4,8 @@ Needs torch and transformers; imports nothing of JAX or of this project, so that
 reference. Run it again only when a family is added or a file's layout changes:
 
     python scripts/make_golden.py tiny [--out tests/golden] [--only llama ...]
-    python scripts/make_golden.py demo --model .cache/demo_moe
+    python scripts/make_golden.py real --model .cache/demo_moe
+    python scripts/make_golden.py real --model .cache/gemma3_270m --long
 
 A reference file holds: tokens int32 [B, T] (right-padded), lengths int32 [B], logits float32 at
 all real positions, one text after another [sum of lengths, V], generated int32 [B, new tokens]
@@ -30,7 +31,9 @@ LENGTHS = (29, 17, 6)
 NEW_TOKENS = 64
 PADDING = 3
 SMALLEST_MARGIN = 1e-3  # of a greedy choice: smaller ones would test luck, not the model
-TOP_LOGITS = 64
+TOP_LOGITS, LONG_TOP_LOGITS = 64, 8
+LONG_TEXT = pathlib.Path(__file__).parent / "assets" / "heldout.jsonl"
+LONGEST = 768  # tokens: beyond the sliding window of Gemma 3
 
 PROMPTS = (
     "The lighthouse keeper wrote down the weather every evening. On the third of March the wind "
@@ -350,18 +353,23 @@ def digest(directory: pathlib.Path) -> str:
     return found.hexdigest()
 
 
-def make_demo(directory: pathlib.Path, out: pathlib.Path) -> None:
-    """Writes the largest logits of a real model on real text.
+def make_real(directory: pathlib.Path, out: pathlib.Path, is_long: bool) -> None:
+    """Writes the largest logits of a real model on the prompts, or on a long text.
 
-    The file holds tokens int32 [B, T] (right-padded), lengths int32 [B], top_ids uint16 and
-    top_logits float32 [sum of lengths, 64], the largest first, the weights' digest, and versions.
+    The file holds tokens int32 [B, T] (right-padded), lengths int32 [B], top_ids int32 and
+    top_logits float32 [sum of lengths, N], the largest first, the weights' digest, and versions.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     model = load(directory)
-    texts = [np.array(tokenizer(prompt)["input_ids"], np.int32) for prompt in PROMPTS]
-    lengths = np.array([len(text) for text in texts], np.int32)
+    prompts, top_logits = PROMPTS, TOP_LOGITS
+    if is_long:  # fewer logits of each token
+        lines = LONG_TEXT.read_text(encoding="utf-8").split("\n")
+        prompts = ("\n\n".join(json.loads(line)["text"] for line in lines if line),)
+        top_logits = LONG_TOP_LOGITS
+    texts = [np.array(tokenizer(prompt)["input_ids"][:LONGEST], np.int32) for prompt in prompts]
+    lengths = np.array([len(tokens) for tokens in texts], np.int32)
     if lengths.min() < 48:
-        raise SystemExit(f"prompts are too short: {lengths.tolist()} tokens")
+        raise SystemExit(f"texts are too short: {lengths.tolist()} tokens")
     tokens = np.zeros((len(texts), lengths.max()), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -370,14 +378,14 @@ def make_demo(directory: pathlib.Path, out: pathlib.Path) -> None:
         logits = model(
             input_ids=torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask).long()
         ).logits[torch.from_numpy(mask)]
-    top = logits.topk(TOP_LOGITS, dim=-1)
+    top = logits.topk(top_logits, dim=-1)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "reference.npz"
     np.savez_compressed(
         file,
         tokens=tokens,
         lengths=lengths,
-        top_ids=top.indices.numpy().astype(np.uint16),
+        top_ids=top.indices.numpy().astype(np.int32),
         top_logits=top.values.numpy(),
         weights_sha256=digest(directory),
         versions=versions(),
@@ -392,12 +400,14 @@ def main() -> None:
     tiny = commands.add_parser("tiny", help="tiny random models of every family")
     tiny.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tests/golden"))
     tiny.add_argument("--only", nargs="+", choices=sorted(tiny_models()), help="default: all")
-    demo = commands.add_parser("demo", help="logits of the demo model on real text")
-    demo.add_argument("--model", type=pathlib.Path, required=True)
-    demo.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tests/golden/demo_moe"))
+    real = commands.add_parser("real", help="logits of a real model on real text")
+    real.add_argument("--model", type=pathlib.Path, required=True)
+    real.add_argument("--out", type=pathlib.Path, help="default: tests/golden/NAME OF THE MODEL")
+    real.add_argument("--long", action="store_true", help="one long text instead of three short")
     arguments = parser.parse_args()
-    if arguments.command == "demo":
-        make_demo(arguments.model, arguments.out)
+    if arguments.command == "real":
+        out = arguments.out or pathlib.Path("tests/golden") / arguments.model.name
+        make_real(arguments.model, out, arguments.long)
         return
     for name in arguments.only or sorted(tiny_models()):
         make_tiny(name, arguments.out / name)

