@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pw_jax.errors import UserError
+from pw_jax.evaluation.encoding import begin_tokens
 
 SEQUENCE = 256  # tokens; documents seldom reach much further back
 SHORTEST = 16
@@ -80,6 +81,8 @@ def token_sequences(tokenizer: Any, documents: list[str], tokens: int) -> Int32[
 
     Documents come in an order drawn once and for all, so that a file sorted by subject is sampled
     evenly; each gives its beginning, no more than one sequence unless there are too few documents.
+    Every sequence starts with the tokenizer's begin token, if it sets one: such models are lost
+    without it.
 
     Args:
         tokenizer: as from ``load_tokenizer``.
@@ -92,20 +95,23 @@ def token_sequences(tokenizer: Any, documents: list[str], tokens: int) -> Int32[
     Raises:
         UserError: hardly any text.
     """
-    length = min(SEQUENCE, tokens)
-    limit = max(length, -(-tokens // len(documents)))
+    begin = begin_tokens(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    length = min(SEQUENCE, tokens)
+    count = max(tokens // length, 1)
+    limit = max(length, -(-tokens // len(documents)))
     ids: list[int] = []
     for index in np.random.default_rng(0).permutation(len(documents)):
         start = documents[index][: 16 * limit]  # far more characters than tokens
         ids += tokenizer(start, add_special_tokens=False)["input_ids"][:limit] + end
-        if len(ids) >= tokens:
+        if len(ids) >= count * (length - len(begin)):
             break
-    length = min(length, len(ids))
-    if length < SHORTEST:
+    own = min(length - len(begin), len(ids))
+    if own < SHORTEST:
         raise UserError(f"the text gives {len(ids)} tokens of {tokens}; at least {SHORTEST} needed")
-    count = min(tokens, len(ids)) // length
-    return np.asarray(ids[: count * length], np.int32).reshape(count, length)
+    count = min(count, len(ids) // own)
+    rows = np.asarray(ids[: count * own], np.int32).reshape(count, own)
+    return np.concatenate([np.tile(np.asarray(begin, np.int32), (count, 1)), rows], axis=1)
 
 
 def sha256(path: Path) -> str:

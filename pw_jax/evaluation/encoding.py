@@ -10,6 +10,16 @@ from pw_jax.errors import UserError
 from pw_jax.evaluation.tasks import Pair
 
 
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before every text: its begin token, or nothing.
+
+    Models trained with a begin token have tokenizers that set one (Gemma does, SmolLM2 not).
+    """
+    begin = tokenizer.bos_token_id
+    probe = list(tokenizer("a")["input_ids"])
+    return [begin] if begin is not None and probe[:1] == [begin] else []
+
+
 class Encoded(NamedTuple):
     """One sequence to score.
 
@@ -40,9 +50,7 @@ class Encoder:
         begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         first = begin if begin is not None else end
         self._first: list[int] = [] if first is None else [first]
-        # Models trained with a begin token have tokenizers that set one (Gemma does, SmolLM2 not).
-        probe = list(tokenizer("a")["input_ids"])
-        self._always_first = begin is not None and probe[:1] == [begin]
+        self._always_first = bool(begin_tokens(tokenizer))
 
     def text(self, text: str) -> list[int]:
         """Tokens of a text alone, without special tokens."""

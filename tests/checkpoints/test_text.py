@@ -16,9 +16,13 @@ class Letters:
 
     eos_token_id = 0
 
-    def __call__(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": [ord(letter) for letter in text]}
+    def __init__(self, begin=None):
+        self.bos_token_id = begin
+
+    def __call__(self, text, add_special_tokens=True):
+        sets_one = add_special_tokens and self.bos_token_id is not None
+        begin = [self.bos_token_id] if sets_one else []
+        return {"input_ids": begin + [ord(letter) for letter in text]}
 
 
 def test_documents(tmp_path):
@@ -116,6 +120,17 @@ def test_many_documents_give_their_beginnings():
 def test_one_document_gives_all():
     tokens = token_sequences(Letters(), ["x" * 5000], 2048)
     assert tokens.shape == (8, 256)
+
+
+def test_sequences_start_with_the_begin_token():
+    documents = [chr(65 + index) * 1000 for index in range(20)]
+    tokens = token_sequences(Letters(begin=1), documents, 1024)
+    assert tokens.shape == (4, 256)
+    assert (tokens[:, 0] == 1).all()
+    assert (tokens[:, 1:] != 1).all()
+    plain = token_sequences(Letters(), documents, 1024)
+    np.testing.assert_array_equal(tokens[:, 1:].ravel(), plain.ravel()[: 4 * 255])
+    assert token_sequences(Letters(begin=1), ["x" * 99], 2048).shape == (1, 101)
 
 
 def test_little_text_gives_what_there_is():
