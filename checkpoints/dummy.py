@@ -4,16 +4,20 @@ Speed and memory do not depend on the weights' values, so this is what benchmark
 checkpoint cannot be had.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
+from checkpoints.engine import TensorParallel
 from checkpoints.manifest import ConvertOptions, shared_tables
 from checkpoints.tensor_files import read_json
 from checkpoints.text import TOKENIZER_FILES, load_tokenizer
@@ -21,34 +25,95 @@ from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.engine import Engine
 from pw_jax.engine.expert_source import CalibrationCounts
 from pw_jax.engine.prompts import PromptCalibration
+from pw_jax.low_rank.layers import factorable_shapes
+from pw_jax.low_rank.ranks import uniform_ranks
 from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
 from pw_jax.models.moe import ExpertStore
 from pw_jax.paging.layout import ExpertFormat
 from pw_jax.quantizer.format import table_dtype
+from pw_jax.tensor_parallel.model import ParallelModel, parallelize
+from sharding.mesh import place, restore_sharding
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _uniform(key, mean, spread, shape, dtype):
+@dataclass(frozen=True)
+class Draw:
+    """A random weight before it is made; stands in a model as a shape would.
+
+    Attributes:
+        shape: Of the weight.
+        dtype: Of the weight.
+        mean: Of its values.
+        spread: Their standard deviation.
+        seed: Of the model.
+        number: Of the weight in the model.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    mean: float
+    spread: float
+    seed: int
+    number: int
+
+    def make(self, sharding: NamedSharding | None = None) -> Array:
+        """The weight; over a mesh each device makes its share of the same values."""
+        numbers = (np.float32(self.mean), np.float32(self.spread), self.seed, self.number)
+        return _uniform(*numbers, self.shape, self.dtype, sharding)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
+def _uniform(mean, spread, seed, number, shape, dtype, sharding):
     """A mean and a standard deviation; bits are cheaper to make than a normal's."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
     draw = jax.random.uniform(key, shape, dtype, -1, 1)
-    return mean.astype(dtype) + (spread * np.float32(3**0.5)).astype(dtype) * draw
+    out = mean.astype(dtype) + (spread * np.float32(3**0.5)).astype(dtype) * draw
+    return out if sharding is None else jax.lax.with_sharding_constraint(out, sharding)
+
+
+def _draws(model: CausalLm, seed: int) -> CausalLm:
+    """A model of `Draw` in the place of shapes, at the scales of `registry.random_model`."""
+    graph, state = nnx.split(model)
+    flat = []
+    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
+        name = ".".join(map(str, path))
+        scale = registry.random_scale(model.config, name, leaf.shape)
+        flat.append((path, leaf.replace(Draw(leaf.shape, leaf.dtype, *scale, seed, number))))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def random_weights(model: CausalLm, seed: int = 0) -> CausalLm:
-    """Gives a model random weights, made on the device at the scales of `registry.random_model`.
+    """Gives a model random weights, made on the device.
 
     Args:
         model: As from `registry.build_model`.
         seed: Makes all draws.
     """
-    weights = {}
-    for number, (name, shape) in enumerate(registry.parameter_shapes(model).items()):
-        mean, spread = map(jnp.float32, registry.random_scale(model.config, name, shape.shape))
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
-        weights[name] = _uniform(key, mean, spread, shape.shape, shape.dtype)
-    return registry.set_weights(model, weights)
+    return jax.tree.map(lambda draw: draw.make(), _draws(model, seed))
+
+
+def random_parallel_model(
+    model: CausalLm, parallel: TensorParallel, seed: int = 0
+) -> ParallelModel:
+    """The same weights over a mesh: made there, layer by layer, each device its share.
+
+    Args:
+        model: As from `registry.build_model`.
+        parallel: The mesh and the layout.
+        seed: Makes all draws.
+
+    Raises:
+        UserError: The model does not lie in the layout.
+    """
+
+    def place_drawn(mesh: Mesh, prepare: Callable[[Any], Any], draws: Any) -> Any:
+        def make(draw: Draw) -> Array:
+            return draw.make(restore_sharding(mesh, draw.shape))
+
+        return place(mesh, prepare, jax.tree.map(make, draws))
+
+    return parallelize(_draws(model, seed), parallel.mesh, parallel.layout, place_drawn)
 
 
 class RandomArrays(NamedTuple):
@@ -136,7 +201,13 @@ class ByteTokenizer:
 
 
 def dummy_engine(
-    path: Path, config: EngineConfig, dtype: DTypeLike, experts: ExpertStore = "paged"
+    path: Path,
+    config: EngineConfig,
+    dtype: DTypeLike,
+    experts: ExpertStore = "paged",
+    *,
+    ratio: float | None = None,
+    parallel: TensorParallel | None = None,
 ) -> Engine:
     """Makes an engine with random weights.
 
@@ -145,18 +216,27 @@ def dummy_engine(
         config: Sizes and budget.
         dtype: Of weights and activations: float32 or bfloat16.
         experts: Whether routed experts are pages or plain arrays.
+        ratio: Makes the model a factored one that keeps this fraction of every linear layer.
+        parallel: Over which devices and how; default one device.
 
     Raises:
-        UserError: A config that is missing or not supported, or a budget that is too small.
+        UserError: A config that is missing or not supported, a budget that is too small, or a
+            model that does not lie in the layout.
     """
     model_config = read_model_config(path)
     paged = experts == "paged" and bool(model_config.moe_layers)
-    model = registry.build_model(model_config, "paged" if paged else "dense", dtype)
+    store: ExpertStore = "paged" if paged else "dense"
+    model = registry.build_model(model_config, store, dtype)
+    if ratio is not None:
+        ranks = uniform_ranks(factorable_shapes(model), ratio)
+        model = registry.build_model(model_config, store, dtype, ranks)
     source = RandomExperts(model_config) if paged else None
     tokenizer = ByteTokenizer(model_config.vocab_size)
     if path.is_dir() and any((path / name).exists() for name in TOKENIZER_FILES):
         tokenizer = load_tokenizer(path)
-    return Engine(random_weights(model), config, source, tokenizer)
+    if parallel is None:
+        return Engine(random_weights(model), config, source, tokenizer)
+    return Engine(random_parallel_model(model, parallel), config, source, tokenizer)
 
 
 def read_model_config(path: Path) -> ModelConfig:

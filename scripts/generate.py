@@ -46,6 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="checkpoint",
         help="dummy: random weights, from the config.json of --model alone",
     )
+    add("--ratio", type=float, help="dummy weights: factored, keeping this fraction of each layer")
     add("--prompt", action="append", default=[], help="a prompt; may be given again")
     add("--prompts", type=Path, help='file: a prompt a line, or .jsonl with "prompt" in each line')
     add("--chat", action="store_true", help="put each prompt into the model's chat template")
@@ -167,8 +168,6 @@ def tensor_parallel(flags: argparse.Namespace) -> TensorParallel | None:
             raise UserError(f"--{name} needs --tp N, the number of devices")
     if flags.tp is None:
         return None
-    if flags.load_format == "dummy":
-        raise UserError("--load-format dummy makes random weights on one device: leave --tp out")
     if flags.distributed:
         jax.distributed.initialize()
     return TensorParallel.over(flags.tp, flags.layout or "gathered")
@@ -262,8 +261,12 @@ def main(argv: Sequence[str] | None) -> None:
     parallel = tensor_parallel(flags)
     is_first = jax.process_index() == 0  # all processes do the same, and one of them tells
     dtype = default_dtype(flags.dtype)
+    if flags.ratio is not None and flags.load_format != "dummy":
+        raise UserError("--ratio needs --load-format dummy; decompose.py factors a checkpoint")
     if flags.load_format == "dummy":
-        engine = dummy_engine(Path(flags.model), config, dtype)
+        engine = dummy_engine(
+            Path(flags.model), config, dtype, ratio=flags.ratio, parallel=parallel
+        )
     else:
         engine = load_engine(flags.model, config, dtype, parallel=parallel)
     tokenizer: Any = engine.tokenizer

@@ -61,6 +61,15 @@ def test_over_devices_and_over_processes(factored, command, tmp_path):
     assert texts(written[0].read_text()) == alone
 
 
+def test_dummy_weights_over_devices(command, tmp_path):
+    raw = json.loads((ROOT / "tests/golden/llama/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 1}))
+    flags = ("--model", str(tmp_path), "--load-format", "dummy", "--ratio", "0.8", *SIZES)
+    code, out, error = command("generate", *flags, *PROMPTS, "--json", "-", "--tp", "3")
+    assert code == 0, error
+    assert [len(tokens) for tokens in texts(out)] == [8, 8]
+
+
 def over_processes(folder: Path, flags: tuple[str, ...]) -> list[Path]:
     """What some processes write, started as srun starts them."""
     job = free_job()
@@ -111,6 +120,7 @@ def free_job() -> int:
         (("--layout", "dense"), "--layout needs --tp"),
         (("--distributed",), "--distributed needs --tp"),
         (("--tp", "2", "--layout", "dense"), "multiply the factors first"),
+        (("--ratio", "0.8"), "--ratio needs --load-format dummy"),
     ],
 )
 def test_mistakes(factored, command, flags, words):
