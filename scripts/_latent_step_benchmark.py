@@ -37,7 +37,8 @@ class Record:
         programs: Compiled prefill and decode steps.
         decode_ms: Host time of a turn that only decodes, all slots full: median.
         decode_p90_ms: 90th percentile.
-        prefill_ms: Of a turn that only prefills a chunk, the last of the prompt: median.
+        prefill_ms: Of a turn that only prefills, up to the prompt's last chunk: median of three;
+            None for shorter prompts.
     """
 
     context: int
@@ -46,7 +47,7 @@ class Record:
     programs: int
     decode_ms: float
     decode_p90_ms: float
-    prefill_ms: float
+    prefill_ms: float | None
 
 
 def factored_model() -> CausalLm:
@@ -74,13 +75,14 @@ def run(contexts: list[int], table_tokens: int, report: Callable[[dict[str, Any]
         engine = Engine(model, config)
         lengths = (table_tokens, config.latent_bucket_tokens)
         tables = UsedTables(engine.layout, SLOTS, engine.plan.kv_blocks, *lengths)
+        engine.generate([[1] * CHUNK], 2, stop_token_ids=())  # the first call of all takes longer
         programs = len(tables.prefill) + len(tables.decode)
         for context in contexts:
             times = _measure(engine, context)
             report(asdict(Record(context, table_tokens, sizes, programs, *times)))
 
 
-def _measure(engine: Engine, context: int) -> tuple[float, float, float]:
+def _measure(engine: Engine, context: int) -> tuple[float, float, float | None]:
     draw = np.random.default_rng(context)
     first = len(engine.trace)
     prompts = draw.integers(0, MODEL["vocab_size"], (SLOTS, context)).tolist()
@@ -88,7 +90,11 @@ def _measure(engine: Engine, context: int) -> tuple[float, float, float]:
     trace = engine.trace[first:]
     full = [r for r in trace if r.decoded_tokens == SLOTS and not r.prefilled_tokens]
     decode = [1e3 * r.step_seconds for r in full[2 : DECODE_STEPS + 2]]
-    # A turn waits for the step before it: what follows the first prompt's last chunk counts.
+    # A turn waits for the step before it. The first prompt has nobody beside it.
     chunks = -(-context // CHUNK)
-    prefill = [1e3 * r.step_seconds for r in trace[max(1, chunks - 3) : chunks + 1]]
-    return float(np.median(decode)), float(np.percentile(decode, 90)), float(np.median(prefill))
+    prefill = [1e3 * r.step_seconds for r in trace[chunks - 3 : chunks]] if chunks > 3 else []
+    return (
+        float(np.median(decode)),
+        float(np.percentile(decode, 90)),
+        float(np.median(prefill)) if prefill else None,
+    )

@@ -303,7 +303,7 @@ def latent_steps(arguments: argparse.Namespace) -> None:
     def report(record: dict[str, Any]) -> None:
         print(
             f"{record['context']} of {record['table_tokens']} tokens, {record['programs']} "
-            f"programs: decode {record['decode_ms']:.1f} ms, prefill {record['prefill_ms']:.1f} ms",
+            f"programs: decode {record['decode_ms']:.1f} ms, prefill {record['prefill_ms']} ms",
             flush=True,
         )
         records.append(record)

@@ -49,8 +49,8 @@ class UsedTables:
 
     Attributes:
         prefill: Sizes of prefill steps, ascending.
-        decode: Sizes of decode steps, ascending. A step holds the longest sequence, and half as
-            much for each slot as that one may need: all of it for everybody is the last size.
+        decode: Sizes of decode steps, ascending. A step holds the longest sequence, and as much for
+            all others; of the longest tables there is one more, which holds half of that.
 
     Args:
         layout: The model's layouts.
@@ -78,11 +78,9 @@ class UsedTables:
         if self._tables:
             self._tokens = bucket_sizes(most_tokens, least=least_tokens)
         self.prefill = [self._size(tokens, 1, 1) for tokens in self._tokens]
-        if len(self._tokens) == 1:
-            self.decode = [self._size(most_tokens, slots, slots)]
-        else:
-            half = [self._size(tokens, slots, -(-slots // 2)) for tokens in self._tokens]
-            self.decode = [*half, self._size(most_tokens, slots, slots)]
+        self.decode = [self._size(tokens, slots, slots) for tokens in self._tokens]
+        if len(self._tokens) > 1:
+            self.decode.insert(-1, self._size(most_tokens, slots, -(-slots // 2)))
 
     def take_in(self, new_pages: tuple[NewPages, ...]) -> None:
         """Does to the tables what a step does on the device."""

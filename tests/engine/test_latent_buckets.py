@@ -36,8 +36,11 @@ def test_few_sizes_and_one_where_nothing_is_rebuilt():
         *(size.columns for size in made.prefill),
         (32, None, 16),
     ]
-    assert made.decode[0].capacity == (3 * 4, None, 3 * 2)
-    assert made.decode[-1].capacity == (5 * 32, None, 5 * 16)
+    assert [size.capacity for size in made.decode] == [
+        *((5 * tokens // 4, None, 5 * tokens // 8) for tokens in (16, 32, 64)),
+        (3 * 32, None, 3 * 16),
+        (5 * 32, None, 5 * 16),
+    ]
     assert len(tables(MOST).decode) == len(tables(MOST).prefill) == 1
     full = paging_layout((KvShape(1, 16),), kv_dtype="float32", page_words=128)
     whole = UsedTables(full, SLOTS, (32,), MOST, 16)
