@@ -108,6 +108,7 @@ class CompiledSteps:
         tables: Which steps over latents there are, and which one is called.
         decode_steps: Executables, by the sizes of ``tables``.
         prefill_steps: Likewise.
+        draw_decoded: By whether any slot has a top-k or top-p; likewise ``draw_prefilled``.
 
     Args:
         steps: The step functions.
@@ -170,11 +171,13 @@ class CompiledSteps:
             state = (weights, caches, output, expert_pages)
             return steps.prefill(*state, arguments, column_weight, columns)
 
-        def draw_decoded(logits, output, packed):
-            return steps.draw_decoded(logits, output, self.decode_arguments.unpack(packed))
+        def draw_decoded(filters, logits, output, packed):
+            arguments = self.decode_arguments.unpack(packed)
+            return steps.draw_decoded(logits, output, arguments, filters)
 
-        def draw_prefilled(logits, output, packed):
-            return steps.draw_prefilled(logits, output, self.prefill_arguments.unpack(packed))
+        def draw_prefilled(filters, logits, output, packed):
+            arguments = self.prefill_arguments.unpack(packed)
+            return steps.draw_prefilled(logits, output, arguments, filters)
 
         common = (weights, caches, output, expert_pages)
         decoded, prefilled = self.decode_arguments.vector, self.prefill_arguments.vector
@@ -182,10 +185,13 @@ class CompiledSteps:
         state = jax.tree.map(lambda array: array.sharding, (caches, output))
         scores = placement.columns(vocabulary)
 
-        def draw(function: Any, logits: Any, packed: Any) -> Any:
+        def draw(function: Any, logits: Any, packed: Any) -> dict[bool, Any]:
             logits = jax.ShapeDtypeStruct(logits.shape, jnp.float32, sharding=scores)
-            compiled = jax.jit(function, out_shardings=state[1])
-            return compiled.lower(logits, output, packed).compile()
+            compiled = jax.jit(function, out_shardings=state[1], static_argnums=0)
+            return {
+                filters: compiled.lower(filters, logits, output, packed).compile()
+                for filters in (False, True)
+            }
 
         outputs = (*state, scores)
         lowered = []

@@ -85,7 +85,8 @@ class Dispatch:
             self.weights, self.caches, self.output, expert_pages, packed, self._column_weight
         )
         if sequence.samples:
-            self.output = self.compiled.draw_prefilled(logits, self.output, packed)
+            draw = self.compiled.draw_prefilled[request.sampling.filters]
+            self.output = draw(logits, self.output, packed)
         return statistics
 
     def decode(
@@ -110,8 +111,10 @@ class Dispatch:
         self.caches, self.output, logits = self.compiled.decode(
             self.weights, self.caches, self.output, expert_pages, packed
         )
-        if any(sequence.samples for sequence in sequences):
-            self.output = self.compiled.draw_decoded(logits, self.output, packed)
+        drawn = [sequence.request.sampling for sequence in sequences if sequence.samples]
+        if drawn:
+            draw = self.compiled.draw_decoded[any(sampling.filters for sampling in drawn)]
+            self.output = draw(logits, self.output, packed)
         self.output.tokens.copy_to_host_async()
 
     def reuse(self, sequence: Sequence, copies: PageCopies) -> None:

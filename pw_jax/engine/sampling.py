@@ -34,6 +34,11 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are ruled out, which takes a look at all of them in order."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 GREEDY = Sampling()
 
@@ -58,31 +63,42 @@ class SamplingArrays:
 
 
 def _filter(logits: Float32[Array, " V"], top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Sets logits outside top-k and top-p to minus infinity."""
+    """Sets logits outside top-k and top-p to minus infinity; changes none where both are off."""
     ordered = jnp.sort(logits, descending=True)
     kth = ordered[jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[0]), logits.shape[0]) - 1]
     allowed = ordered >= kth
     probabilities = jax.nn.softmax(jnp.where(allowed, ordered, -jnp.inf))
     before = jnp.cumsum(probabilities) - probabilities
     last = jnp.sum((before < top_p) & allowed) - 1
-    return jnp.where(logits >= ordered[last], logits, -jnp.inf)
+    filters = (top_k > 0) | (top_p < 1)
+    return jnp.where(~filters | (logits >= ordered[last]), logits, -jnp.inf)
 
 
 def sample(
-    logits: Float32[Array, "B V"], sampling: SamplingArrays, positions: Int32[Array, " B"]
+    logits: Float32[Array, "B V"],
+    sampling: SamplingArrays,
+    positions: Int32[Array, " B"],
+    *,
+    filters: bool = True,
 ) -> Int32[Array, " B"]:
     """Draws one token a slot; the most likely one where the temperature is 0.
+
+    A draw is the largest of the logits with Gumbel noise added, and a token's noise depends on the
+    key and the token alone. So it does not matter how logits are divided over devices: each takes
+    the largest of its own, and only those are compared. Filters sort, and so gather, all logits.
 
     Args:
         logits: Scores of the next token.
         sampling: The slots' sampling.
         positions: Position whose logits these are; makes the key.
+        filters: Static; False if no slot has a top-k or top-p, and draws the same.
     """
 
     def draw(logits, temperature, top_k, top_p, seed, position):
         key = jax.random.fold_in(jax.random.key(seed), position)
         scaled = logits / jnp.where(temperature > 0, temperature, jnp.float32(1))
-        return jax.random.categorical(key, _filter(scaled, top_k, top_p)).astype(jnp.int32)
+        allowed = _filter(scaled, top_k, top_p) if filters else scaled
+        return jax.random.categorical(key, allowed).astype(jnp.int32)
 
     s = sampling
     drawn = jax.vmap(draw)(logits, s.temperature, s.top_k, s.top_p, s.seeds, positions)

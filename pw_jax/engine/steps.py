@@ -191,20 +191,33 @@ class Steps:
 
     @staticmethod
     def draw_decoded(
-        logits: Float32[Array, "B V"], output: StepOutput, arguments: DecodeArguments
+        logits: Float32[Array, "B V"],
+        output: StepOutput,
+        arguments: DecodeArguments,
+        filters: bool,
     ) -> StepOutput:
-        """A decode step's output with the tokens drawn as each slot's sampling says."""
-        drawn = sample(logits, arguments.sampling, arguments.positions)
+        """A decode step's output with the tokens drawn as each slot's sampling says.
+
+        Args:
+            logits: What the step gave.
+            output: Likewise.
+            arguments: The step's.
+            filters: Whether any slot has a top-k or top-p.
+        """
+        drawn = sample(logits, arguments.sampling, arguments.positions, filters=filters)
         tokens = jnp.where(arguments.positions >= 0, drawn, output.tokens)
         return StepOutput(tokens, output.routing_mass)
 
     @staticmethod
     def draw_prefilled(
-        logits: Float32[Array, "1 V"], output: StepOutput, arguments: PrefillArguments
+        logits: Float32[Array, "1 V"],
+        output: StepOutput,
+        arguments: PrefillArguments,
+        filters: bool,
     ) -> StepOutput:
         """A prefill step's output likewise."""
         position = arguments.start + arguments.count - 1
-        drawn = sample(logits, arguments.sampling, position[None])
+        drawn = sample(logits, arguments.sampling, position[None], filters=filters)
         return StepOutput(output.tokens.at[arguments.slot].set(drawn[0]), output.routing_mass)
 
     def _model(self, weights: list[Array]) -> CausalLm | ParallelModel:

@@ -84,7 +84,8 @@ def test_the_engine_writes_the_same_over_a_mesh(name, layout, devices):
         again = engine.generate(prompts()[:2], 8, Sampling(0.8), stop_token_ids=())
     assert known[0].tokens == expected[-1].tokens
     assert engine.trace[-1].reused_tokens > before
-    assert all(0 <= token < model.config.vocab_size for g in again for token in g.tokens)
+    sampled = alone.generate(prompts()[:2], 8, Sampling(0.8), stop_token_ids=())
+    assert [g.tokens for g in again] == [g.tokens for g in sampled]
 
 
 @pytest.mark.slow
