@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None) -> None:
         print(bytes_table(records), end="")
         return
     if found["device"] == "cpu":
-        print(ran(records, found["shrink"]))
+        print(ran_table(records, found["shrink"]), end="")
         return
     print(times_table(records), end="")
 
@@ -91,14 +91,16 @@ def times_table(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def ran(records: Sequence[Record], shrink: int) -> str:
-    """What was run where times say nothing."""
-    counts = {
-        name: sorted({record[name] for record in records}, key=str)
-        for name in ("model", "layout", "devices", "ratio", "kv", "workload")
-    }
-    what = "; ".join(f"{name} {', '.join(map(str, had))}" for name, had in counts.items())
-    return f"{len(records)} cases ran, all widths and batches divided by {shrink}: {what}"
+def ran_table(records: Sequence[Record], shrink: int) -> str:
+    """What was run where times say nothing: a row for each workload and number of devices."""
+    names = ("model", "layout", "ratio", "kv")
+    rows = []
+    for workload, devices in sorted({(one["workload"], one["devices"]) for one in records}):
+        own = [one for one in records if (one["workload"], one["devices"]) == (workload, devices)]
+        had = (", ".join(sorted({f"{one[name]}" for one in own})) for name in names)
+        rows.append([workload, f"{devices}", f"{len(own)}", f"{own[0]['batch']}", *had])
+    header = ["workload", "devices", "cases", f"batch (divided by {shrink})"]
+    return markdown([*header, "models", "layouts", "kept", "KV"], rows)
 
 
 def _key(record: Record) -> tuple[Any, ...]:

@@ -1,12 +1,14 @@
 """scripts/benchmark.py tp on CPU devices: the harness, not the times."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pw_jax.errors import UserError
 from pw_jax.models import registry
 
+ROOT = Path(__file__).parents[2]
 TINY = {
     "model_type": "llama",
     "vocab_size": 64,
@@ -85,3 +87,26 @@ def test_one_of_several_alone(benchmark):
 def test_more_devices_than_there_are(benchmark):
     _, _, error = benchmark("--tp", 99)
     assert "--tp 99, but there are 8 devices" in error
+
+
+def test_tables_of_the_documentation_are_those_of_the_results(command):
+    text = (ROOT / "docs/tensor_parallel.md").read_text()
+    for results in ("tp_bytes", "tp"):
+        code, printed, _ = command("make_tp_table", ROOT / f"docs/results/cpu/{results}.json")
+        assert code == 0
+        assert len(printed) > 200
+        assert printed in text
+
+
+def test_tables_of_times(command, tmp_path):
+    record = {"model": "m", "layout": "gathered", "devices": 8, "ratio": 0.6, "kv": "latent"}
+    record |= {"workload": "decode", "model_tokens_per_s": 10.0, "model_per_token_ms": 1.5}
+    record |= {"decode_us": 50.0, "decode_spread_us": 5.0, "decode_collectives_us": 20.0}
+    names = ("prefill_us", "prefill_collectives_us", "model_first_token_ms")
+    records = [record | dict.fromkeys(names)]
+    path = tmp_path / "tp.json"
+    path.write_text(json.dumps({"device": "a GPU", "records": records}))
+    code, printed, _ = command("make_tp_table", path)
+    assert code == 0
+    expected = "| m | gathered | 8 | 60% | latent | decode | 10 | - | 1.50 | 10% | - | 40% |"
+    assert printed.splitlines()[-1] == expected
