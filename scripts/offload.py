@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def copy_seconds(count: int) -> float | None:
-    """Seconds to copy one expert from the host, or None where the two memories are one."""
+    """Seconds to copy one expert from the host, or None where the two memories have one name."""
     import jax
 
     if host_memory().memory_kind == device_memory().memory_kind:
