@@ -140,8 +140,14 @@ def make_work(
         names = ("rank", "plain_dim", "rope_dim", "value_dim")
         block = LatentBlock(made, width, heads=heads, **dict(zip(names, dims, strict=True)))
         return Work(block, _latent_weights(config, layout, shape), call)
-    sizes = {"head_dim": kv.head_dim, "value_dim": kv.head_dim, "kv_heads": kv.kv_heads}
-    block = AttentionBlock(made, width, heads=heads, **sizes)
+    block = AttentionBlock(
+        made,
+        width,
+        heads=heads,
+        head_dim=kv.head_dim,
+        value_dim=kv.head_dim,
+        kv_heads=kv.kv_heads,
+    )
     return Work(block, _attention_weights(config, layout, shape), call)
 
 

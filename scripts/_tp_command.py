@@ -16,6 +16,7 @@ from _tp_bytes import BytesRecord, bytes_of
 from _tp_model import WORKLOADS, Case, cases, shrunk
 
 from checkpoints.tensor_files import read_json
+from pw_jax.engine.config import KvCacheKind
 from pw_jax.errors import UserError
 from pw_jax.models import registry
 from sharding.layouts import LAYOUTS
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _cases(arguments: argparse.Namespace, counts: list[int]) -> Iterator[Case]:
     layers = 1 if arguments.alone else arguments.layers
-    kinds = ["full"] if arguments.alone else arguments.kv
+    kinds: list[KvCacheKind] = ["full"] if arguments.alone else arguments.kv
     workloads = [WORKLOADS[kind] for kind in arguments.workloads]
     workloads = [replace(one, batch=max(1, one.batch // arguments.shrink)) for one in workloads]
     for path in arguments.config:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Lowered
 
 from pw_jax.engine.cache_choice import latents_of
-from pw_jax.engine.config import EngineConfig
+from pw_jax.engine.config import EngineConfig, KvCacheKind
 from pw_jax.engine.memory_plan import plan_layout
 from pw_jax.errors import UserError
 from pw_jax.low_rank.layers import factorable_shapes
@@ -88,7 +88,7 @@ class Case:
     devices: int
     layout: str
     ratio: float
-    kv: str
+    kv: KvCacheKind
     layers: int
     workload: Workload
 
@@ -105,8 +105,8 @@ class Case:
 
 
 def cases(
-    ratios: list[float], layouts: list[str], kinds: list[str]
-) -> list[tuple[str, float, str]]:
+    ratios: list[float], layouts: list[str], kinds: list[KvCacheKind]
+) -> list[tuple[str, float, KvCacheKind]]:
     """Layouts, ratios and caches that there are.
 
     ``dense`` does not depend on the ratio, and like ``naive`` has no latents to keep.

@@ -101,5 +101,5 @@ def dequantize(matrix: QuantizedMatrix, bits: int) -> Float[Array, "N K"]:
 
 
 @jax.jit  # one program a shape and width, not one an operation
-def _dequantize(planes: HostOrDevice, table: HostOrDevice, scales: HostOrDevice) -> jax.Array:
+def _dequantize(planes: jax.Array, table: jax.Array, scales: jax.Array) -> jax.Array:
     return look_up(unpack_codes(planes), table, scales)

@@ -30,7 +30,7 @@ def run(experts) -> tuple[list[PlanEvent], list[int]]:
             engine.submit(Request(tuple(prompt), 60))
         for _ in engine.run():
             engine.check_pages()
-    assert min(record.mean_bits for record in engine.trace) < 4
+    assert any(record.mean_bits is not None and record.mean_bits < 4 for record in engine.trace)
     return precision.moves.events, at_once
 
 
