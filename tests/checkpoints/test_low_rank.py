@@ -100,7 +100,10 @@ class Killed(Exception):
     """What a test stops a decomposition with."""
 
 
-@pytest.mark.parametrize("stop", range(7))  # hidden states, vectors and factors twice, rest
+@pytest.mark.parametrize(
+    "stop",  # at hidden states, vectors and factors, twice, or the rest
+    [stop if stop in (1, 5) else pytest.param(stop, marks=pytest.mark.slow) for stop in range(7)],
+)
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, source, text, monkeypatch, stop):
     wanted = decompose(source, tmp_path / "wanted", options(text)).directory
     saved = 0

@@ -24,8 +24,17 @@ def prompts(golden: Golden) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(golden.tokens, golden.lengths, strict=True)]
 
 
-@pytest.mark.parametrize("prefill_chunk", [ONE_CHUNK, SMALL_CHUNKS])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "prefill_chunk", [SMALL_CHUNKS, pytest.param(ONE_CHUNK, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # quick: one reference a family, in chunks
+        name if name.endswith("/reference") else pytest.param(name, marks=pytest.mark.slow)
+        for name in TINY
+    ],
+)
 def test_tokens_equal_those_of_transformers(name, prefill_chunk):
     golden = read(name)
     assert golden.lengths.max() <= ONE_CHUNK

@@ -44,7 +44,7 @@ HEADS = {("llama", 8): (2, 1), ("opt", 3): (3, 3), ("mla", 2): (3, 3)}  # a devi
 NEW = 16
 CASES = [
     pytest.param("llama", "gathered", 8),
-    pytest.param("opt", "sharded", 3),
+    pytest.param("opt", "sharded", 3, marks=SLOW),
     pytest.param("mla", "gathered", 2),
     pytest.param("llama", "sharded", 8, marks=SLOW),
     pytest.param("opt", "gathered", 3, marks=SLOW),

@@ -21,7 +21,9 @@ NEW_TOKENS = 12
 HOT = Sampling(0.9)
 
 
-@pytest.fixture(scope="module", params=["full", "latent", "paged"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("full", marks=pytest.mark.slow), "latent", "paged"]
+)
 def engine(request, experts) -> Engine:
     if request.param == "paged":
         held = PlannerConfig(bucket_floors=(8, 8, 8))  # widths change texts as well

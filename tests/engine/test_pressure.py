@@ -86,7 +86,7 @@ def test_the_pool_is_never_copied(experts):
     assert engine.temporary_bytes < engine.plan.pool_bytes // 100
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_unpaged_experts_run_the_same_engine(experts, kv_dtype):
     config = dataclasses.replace(CONFIG, kv_dtype=kv_dtype, page_bytes=2048)
     engine = Engine(experts.model, config)

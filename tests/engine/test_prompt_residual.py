@@ -70,7 +70,7 @@ def test_a_token_like_those_of_calibration_has_a_ratio_of_one(calibrated):
     np.testing.assert_allclose(ratio, 1.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["direct", "heads"])
+@pytest.mark.parametrize("mode", ["direct", pytest.param("heads", marks=pytest.mark.slow)])
 def test_the_factor_lives_as_long_as_its_sequences(calibrated, mode):
     engine = engine_with(calibrated, prompt_residual=mode)
     assert engine.precision is not None

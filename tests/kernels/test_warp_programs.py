@@ -23,15 +23,15 @@ from pallas_kernels.random_experts import Shape, random_experts
     ("bits", "token_blocks", "words", "columns", "gate", "splits", "depth"),
     [
         (3, 1, 2, 704, "silu", 1, 2),
-        (4, 4, 4, 1024, None, 2, 1),
-        (4, 1, 1, 224, "gelu_tanh", 1, 2),
-        (5, 2, 2, 256, None, 1, 3),
+        pytest.param(4, 4, 4, 1024, None, 2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, 1, 224, "gelu_tanh", 1, 2, marks=pytest.mark.slow),
+        pytest.param(5, 2, 2, 256, None, 1, 3, marks=pytest.mark.slow),
         (5, 1, 4, 640, "silu", 1, 2),
-        (6, 1, 2, 320, "silu", 1, 2),
+        pytest.param(6, 1, 2, 320, "silu", 1, 2, marks=pytest.mark.slow),
         (7, 1, 2, 256, None, 1, 1),
         (8, 8, 2, 320, "silu", 1, 2),
-        (8, 1, 4, 1024, None, 2, 1),
-        (4, 16, 2, 256, None, 1, 1),
+        pytest.param(8, 1, 4, 1024, None, 2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 16, 2, 256, None, 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_matmul(bits, token_blocks, words, columns, gate, splits, depth, monkeypatch):
@@ -71,7 +71,11 @@ def test_matmul(bits, token_blocks, words, columns, gate, splits, depth, monkeyp
 
 @pytest.mark.parametrize(
     ("bits", "columns", "gate"),
-    [(3, 320, None), (5, 128, "silu"), (8, 192, "gelu_tanh")],
+    [
+        pytest.param(3, 320, None, marks=pytest.mark.slow),
+        (5, 128, "silu"),
+        pytest.param(8, 192, "gelu_tanh", marks=pytest.mark.slow),
+    ],
 )
 def test_warpgroup_matmul(bits, columns, gate, monkeypatch):
     layout = Shape("tiny", 3, columns, 36, 4, 4).layout("gate_up", 128)

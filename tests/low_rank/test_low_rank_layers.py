@@ -84,7 +84,15 @@ def test_ranks_that_do_not_fit(ranks, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "opt", "deepseek_v2", "qwen2_moe", "gemma3_text", "gemma4_text"]
+    "name",
+    [
+        "opt",
+        "gemma4_text",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("llama", "deepseek_v2", "qwen2_moe", "gemma3_text")
+        ),
+    ],
 )
 def test_layers_apart_compute_what_the_model_does(name):
     found, weights = dense(name)

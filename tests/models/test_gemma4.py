@@ -152,6 +152,7 @@ def test_a_bfloat16_router_tells_experts_apart_that_differ_by_a_thousandth():
     assert 7 not in np.argsort(-rounded[0].astype(np.float64), kind="stable")[:2]
 
 
+@pytest.mark.slow
 def test_experts_beside_the_mlp_are_calibrated():
     golden = read("gemma4_text/reference")
     tokens, mask = golden.tokens[1:], golden.mask[1:]

@@ -48,8 +48,10 @@ def test_the_hessian_variant_tells_tokens_and_heads(command, converted, text, tm
     "flags",
     [
         ("--prompt-residual", "direct", "--watch"),
-        ("--planner", "static", "--no-prompt-residual"),
-        ("--no-page-movement", "--no-routing", "--no-sensitivity"),
+        pytest.param(("--planner", "static", "--no-prompt-residual"), marks=pytest.mark.slow),
+        pytest.param(
+            ("--no-page-movement", "--no-routing", "--no-sensitivity"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_planners_and_ablations_generate(command, calibrated, flags, tmp_path):

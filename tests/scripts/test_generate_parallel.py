@@ -61,6 +61,7 @@ def test_over_devices_and_over_processes(factored, command, tmp_path):
     assert texts(written[0].read_text()) == alone
 
 
+@pytest.mark.slow
 def test_dummy_weights_over_devices(command, tmp_path):
     raw = json.loads((ROOT / "tests/golden/llama/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 1}))

@@ -229,6 +229,7 @@ def _fuse(tensors):
     return fused
 
 
+@pytest.mark.slow
 def test_calibrate_then_evaluate(tmp_path, load, command, source):
     text = tmp_path / "text.jsonl"
     rows = [{"group": "prose_doc", "text": TEXT[i:] + "\u2028"} for i in range(16)]

@@ -45,7 +45,9 @@ def shapes_of(kind: str):
     return attention, formulas.mlp_shape(HIDDEN, FFN, kind != "plain", ranks)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("layout", ["dense", "naive", "gathered", "sharded"])
 @pytest.mark.parametrize("kind", ["grouped", "plain", "latent"])
 def test_compiled_elements_equal_the_formulas(kind, layout, devices):

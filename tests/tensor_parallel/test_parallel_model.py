@@ -56,11 +56,11 @@ def factored(request):
     ("layout", "devices"),
     [
         ("naive", 8),
-        ("gathered", 1),
-        ("gathered", 5),
+        pytest.param("gathered", 1, marks=pytest.mark.slow),
+        pytest.param("gathered", 5, marks=pytest.mark.slow),
         ("gathered", 8),
         ("sharded", 3),
-        ("sharded", 8),
+        pytest.param("sharded", 8, marks=pytest.mark.slow),
     ],
 )
 def test_factored_model_writes_the_same(factored, layout, devices):
