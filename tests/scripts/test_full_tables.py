@@ -1,6 +1,7 @@
 """scripts/full_tables.py: inputs survive being cut up, and every step's flags are real."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -53,10 +54,15 @@ def test_every_step_parses(load, size):
 
 
 def test_steps_that_are_done_are_left_out(command, load, monkeypatch, tmp_path):
-    tables = load("full_tables")
+    tables, runner = load("full_tables"), load("_step_runner")
     (tmp_path / "in" / "files").mkdir(parents=True)
     called = []
-    monkeypatch.setattr(tables, "call", lambda words, path=None: called.append(str(words[0])))
+
+    def call(words, *_):
+        called.append(str(words[0]))
+
+    monkeypatch.setattr(tables, "call", call)
+    monkeypatch.setattr(runner, "call", call)
     for name in ("demo_moe", "smollm2", "trained"):
         (tmp_path / "work" / name).mkdir(parents=True)
     flags = ("--inputs", tmp_path / "in", "run", "--work", tmp_path / "work")
@@ -66,3 +72,48 @@ def test_steps_that_are_done_are_left_out(command, load, monkeypatch, tmp_path):
     code, _, error = command("full_tables", "--inputs", tmp_path / "absent", "run")
     assert code == 2
     assert "0 parts" in error
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_steps_wait_for_what_they_read(load, monkeypatch, tmp_path, at_once):
+    runner = load("_step_runner")
+    started = []
+
+    def call(words, compiled, site, log):
+        name, writes = words
+        started.append(name)
+        if name == "broken":
+            raise UserError("broken is broken")
+        Path(writes).write_text("{}")
+
+    monkeypatch.setattr(runner, "call", call)
+    paths = {name: tmp_path / f"{name}.json" for name in ("a", "broken", "b", "left", "last")}
+
+    def job(name, *reads):
+        return runner.Job(
+            paths[name], (name, runner.WRITES), frozenset(paths[read] for read in reads)
+        )
+
+    jobs = [job("b", "a"), job("left", "broken"), job("a"), job("broken"), job("last", "b")]
+    failures = runner.run_jobs(jobs, at_once, tmp_path, tmp_path)
+    assert set(started) == {"a", "b", "broken", "last"}
+    assert started.index("a") < started.index("b") < started.index("last")
+    assert failures == [str(paths["broken"]), f"{paths['left']}: what it reads was not made"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "a.json",
+        "b.json",
+        "last.json",
+    ]
+
+
+def test_a_step_that_fails_shows_its_log(load, tmp_path):
+    runner = load("_step_runner")
+    log = tmp_path / "logs" / "one.txt"
+    with pytest.raises(UserError, match=r"(?s)failed with code 2.*give --prepare"):
+        runner.call(("train_demo_moe.py", "--model", "m", "--tokens", "t"), tmp_path, None, log)
+
+
+def test_spectra_are_made_by_one_step(load):
+    steps = {step.makes: step for step in load("_table_steps").STEPS}
+    assert steps["{work}/svd_0.9"].after == ""
+    assert steps["{work}/svd_0.6"].after == "{work}/svd_0.9"
