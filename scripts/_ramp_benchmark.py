@@ -28,6 +28,7 @@ from pw_jax.models import registry
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.latent import latent_layers
 from pw_jax.paging.allocator import Owner
+from pw_jax.planner.config import PlannerConfig
 
 SLOW = 1.5
 """A turn is slow beyond this many medians."""
@@ -224,7 +225,11 @@ def _percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def make_engine(
-    config: ModelConfig, ramp: Ramp, dtype: str, implementation: Implementation
+    config: ModelConfig,
+    ramp: Ramp,
+    dtype: str,
+    implementation: Implementation,
+    planner: PlannerConfig,
 ) -> Engine:
     """An engine whose pool holds experts at parent bits and the steady sequences, and no more.
 
@@ -237,6 +242,7 @@ def make_engine(
         prefill_chunk=ramp.prompt_tokens,
         prefix_sharing=False,  # the same ramp again, and all of it computed
         implementation=implementation,
+        planner=planner,
     )
     model = random_weights(registry.build_model(config, "paged", jnp.dtype(dtype)))
     arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))

