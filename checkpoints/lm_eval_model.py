@@ -74,10 +74,11 @@ class PagedLm(LM):
     def _load(self) -> Held:
         if not is_converted(self._directory):
             return load_arrays(self._directory, self._dtype)
+        store = open_store(self._directory)
         size: dict[str, Any] = {"budget_bytes": self._budget}
         if self._budget is None:
-            size = {"bits": float(open_store(self._directory).widths[-1])}
-        return load_held(self._directory, self._dtype, self._planner, **size)
+            size = {"bits": float(store.widths[-1])}
+        return load_held(store, self._dtype, self._planner, **size)
 
     @property
     def tokenizer_name(self) -> str:

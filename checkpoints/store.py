@@ -93,11 +93,13 @@ class Store:
         directory: absolute path.
         manifest: pw_jax.json.
         config: config.json as a dict.
+        kept: experts loaded so far, if they are to stay in memory.
     """
 
     directory: Path
     manifest: dict[str, Any]
     config: dict[str, Any]
+    kept: dict[tuple[int, Module], ExpertArrays] | None = None
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -127,6 +129,13 @@ class Store:
 
     def load_experts(self, layer: int, module: Module) -> ExpertArrays:
         """Loads the pages of one module of one layer into host memory."""
+        if self.kept is None:
+            return self._read_experts(layer, module)
+        if (layer, module) not in self.kept:
+            self.kept[layer, module] = self._read_experts(layer, module)
+        return self.kept[layer, module]
+
+    def _read_experts(self, layer: int, module: Module) -> ExpertArrays:
         tree = load_item(item_path(self.directory, layer, module), None)
         damage = tree["damage"]
         if self.calibration is not None and "damage" in self.calibration:  # calibrated again since
@@ -155,8 +164,12 @@ class Store:
         return load_item(path, None) if path.exists() else None
 
 
-def open_store(directory: str | Path) -> Store:
+def open_store(directory: str | Path, *, keep: bool = False) -> Store:
     """Opens a converted checkpoint.
+
+    Args:
+        directory: the folder.
+        keep: experts stay in memory once they are loaded, for those who load them many times.
 
     Raises:
         UserError: no such folder, not one of ours, or of another format.
@@ -174,7 +187,7 @@ def open_store(directory: str | Path) -> Store:
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise UserError(f"{path / MANIFEST} has format {found}, this version reads {FORMAT}")
-    return Store(path, manifest, read_config(path))
+    return Store(path, manifest, read_config(path), {} if keep else None)
 
 
 def item_path(directory: Path, layer: int, module: Module) -> Path:

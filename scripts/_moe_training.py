@@ -195,14 +195,26 @@ class Trainer:
         """The model as trained so far, float32."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, self._weights))
 
-    def train(self, tokens: TokenFile, until: int, report: Callable[[int, Losses], None]) -> None:
+    def train(
+        self,
+        tokens: TokenFile,
+        until: int,
+        report: Callable[[int, Losses], None],
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Trains up to a step; the host reads losses one step late.
+
+        Args:
+            tokens: The text.
+            until: The step.
+            report: Called after each step.
+            stop: Says before each step whether to end earlier.
 
         Raises:
             UserError: The loss is no number any more.
         """
         unread: Losses | None = None
-        while self.step < until:
+        while self.step < until and not stop():
             batch = tokens.batch(self.step, self.options.sequences, self.options.seed)
             self._weights, self._moments, losses = self._update(self._weights, self._moments, batch)
             self._read(unread, report)

@@ -46,13 +46,13 @@ SIZES = {
     "full": Size(
         work=Path(".cache/full"),
         out=Path("docs/results/h200"),
-        training="--steps 3000",
+        training="--steps 1700",
         conversion="--calibration-tokens 16384",
         calibration="--tokens 32768",
         text_tokens=65536,
         tasks="arc_easy arc_challenge hellaswag piqa boolq sciq openbookqa winogrande lambada "
         "gsm8k math_500 passkey:512 passkey:2048 passages:1024 passages:4096",
-        limit=400,
+        limit=200,
         uniform="3 3.5 4 4.5 5 6 7 8",
         planned="3.5 4 4.5 5 6",
         compared="--texts 48",

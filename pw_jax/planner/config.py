@@ -71,8 +71,8 @@ class PlannerConfig:
     release_watermark_blocks: int = 4
     release_extra_blocks: int = 8
     restore_watermark_blocks: int = 16
-    restore_pages_per_step: int = 256
-    moves_per_turn: int = 8
+    restore_pages_per_step: int = 1024
+    moves_per_turn: int = 16
     restore_residence_steps: int = 32
     raise_turns: int | None = None
     shrink_tokens: float = 128.0

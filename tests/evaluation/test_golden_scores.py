@@ -44,9 +44,8 @@ def forward():
 @pytest.fixture(scope="module", params=list(GOLDEN["tasks"]))
 def scored(request, forward) -> Scored:
     encoder = Encoder(load_tokenizer(MODEL), forward.config.max_positions)
-    (task,) = read_tasks([request.param], REQUESTS, GOLDEN["limit"], [], encoder)
-    pairs = [encoder.pair(pair) for question in task.questions for pair in question.pairs]
-    return Scored(task, score(forward, pairs, SHAPES), GOLDEN["tasks"][request.param])
+    ((task, sequences),) = read_tasks([request.param], REQUESTS, GOLDEN["limit"], [], encoder)
+    return Scored(task, score(forward, sequences, SHAPES), GOLDEN["tasks"][request.param])
 
 
 def test_four_tasks_are_compared():

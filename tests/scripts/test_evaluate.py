@@ -33,7 +33,10 @@ MASK = np.arange(24)[None] < np.array([[24], [17]])
 
 @pytest.fixture(scope="module")
 def held(converted):
-    return {name: load_held(converted, "float32", name, bits=4.5) for name in ("full", "uniform")}
+    return {
+        name: load_held(open_store(converted), "float32", name, bits=4.5)
+        for name in ("full", "uniform")
+    }
 
 
 def test_held_widths_fill_the_pages_of_a_uniform_width(held):
@@ -49,12 +52,12 @@ def test_held_widths_fill_the_pages_of_a_uniform_width(held):
 def test_memory_is_measured_as_predicted(converted, held):
     memory = held["full"].memory
     assert memory.live == pytest.approx(memory.predicted, rel=0.02)
-    same = load_held(converted, "float32", "full", budget_bytes=memory.predicted)
+    same = load_held(open_store(converted), "float32", "full", budget_bytes=memory.predicted)
     assert same.memory.live == pytest.approx(memory.predicted, rel=0.02)
 
 
 def test_pages_and_dequantised_experts_agree(converted, held):
-    pages = load_held(converted, "float32", "full", bits=4.5, through_pages=True)
+    pages = load_held(open_store(converted), "float32", "full", bits=4.5, through_pages=True)
     dense = held["full"]
     assert pages.bits is not None
     assert len(np.unique(pages.bits)) > 1
@@ -67,7 +70,7 @@ def test_pages_and_dequantised_experts_agree(converted, held):
 
 def test_a_width_that_is_not_held_is_refused(converted):
     with pytest.raises(UserError, match="holds 3 to 8 bits, not 2"):
-        load_held(converted, "float32", "uniform", bits=2.0)
+        load_held(open_store(converted), "float32", "uniform", bits=2.0)
 
 
 def test_a_table_is_measured_in_one_run(command, source, converted, text, tmp_path):
