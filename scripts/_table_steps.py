@@ -46,7 +46,7 @@ SIZES = {
     "full": Size(
         work=Path(".cache/full"),
         out=Path("docs/results/h200"),
-        training="--steps 1700",
+        training="--steps 1500 --save-every 750 --minutes 5",
         conversion="--calibration-tokens 16384",
         calibration="--tokens 32768",
         text_tokens=65536,
@@ -134,6 +134,7 @@ STEPS = (
         "quality",
         "{out}/before_training.json",
         f"evaluate.py --checkpoint {{work}}/demo_moe {MEASURED}",
+        "{work}/trained",  # training has the device to itself
     ),
     Step(
         "quality",
