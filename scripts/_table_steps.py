@@ -64,8 +64,8 @@ SIZES = {
     "small": Size(
         work=Path(".cache/small"),
         out=Path("docs/results/cpu/trained"),
-        training="--steps 200 --sequences 2 --sequence 256 --learning-rate 6e-4 --warmup 20 "
-        "--dtype float32 --save-every 10 --minutes 60",
+        training="--steps 300 --sequences 2 --sequence 256 --learning-rate 6e-4 --warmup 20 "
+        "--dtype float32 --save-every 50 --minutes 25",
         conversion="",
         calibration="--tokens 4096 --prompts 48",
         text_tokens=3072,

@@ -102,7 +102,7 @@ def quality(records: Sequence[Record]) -> str:
 
 
 def measured_quality(records: Sequence[Record]) -> list[Record]:
-    """The results of evaluate.py, without repetition.
+    """The results of evaluate.py, without repetition; those of one size together.
 
     Raises:
         UserError: There are none.
@@ -110,7 +110,7 @@ def measured_quality(records: Sequence[Record]) -> list[Record]:
     found = distinct([result for result in results_of(records) if "texts" in result])
     if not found:
         raise UserError("--quality needs results of evaluate.py")
-    return found
+    return sorted(found, key=lambda r: (r.get("bits") or r.get("budget_gib") or 0, named(r)))
 
 
 def offloads(records: Sequence[Record]) -> list[Record]:
@@ -217,7 +217,13 @@ def ramps(reports: Mapping[str, Record]) -> str:
     def numbers(report: Record, *names: str) -> str:
         return ", ".join(str(report[name]) for name in names)
 
+    def limits(report: Record) -> str:
+        names = ("moves_per_turn", "restore_pages_per_step")
+        return numbers(report, *names) if names[0] in report else ""
+
     rows: dict[str, Callable[[Record], str]] = {
+        "layers": lambda r: str(r["layers"]),
+        "most blocks a turn, pages a plan of raises": limits,
         "sequences: steady, burst": lambda r: numbers(r["ramp"], "steady", "burst"),
         "mean bits: before, least, after": lambda r: ", ".join(f"{b:.2f}" for b in r["mean_bits"]),
         "blocks lowered, raised": lambda r: numbers(r, "lowered", "raised"),

@@ -80,7 +80,8 @@ def passkey(filler: Filler, length: int, count: int, seed: int = 0) -> Task:
 def passages(filler: Filler, length: int, count: int, seed: int = 0) -> Task:
     """Which numbered passage starts with these words?
 
-    The choices are the numbers of all passages, so that guessing is right once in as many.
+    As in LongBench the number is to be written, not chosen: a choice would run the whole context
+    once for each passage. There are at most 20, so that guessing is right once in as many.
 
     Args:
         filler: The text.
@@ -101,9 +102,8 @@ def passages(filler: Filler, length: int, count: int, seed: int = 0) -> Task:
         quoted = " ".join(texts[gold].split(" ")[:QUOTED_WORDS])
         body = "".join(f"Passage {n + 1}: {text}\n\n" for n, text in enumerate(texts))
         context = f'{body}The words "{quoted}" are the beginning of passage'
-        pairs = tuple(Pair(context, f" {n + 1}.") for n in range(parts))
-        questions.append(Question(pairs, gold))
-    return Task(f"passages_{length}", "choice", tuple(questions), "real text")
+        questions.append(Question((Pair(context, f" {gold + 1}."),), 0))
+    return Task(f"passages_{length}", "answer", tuple(questions), "real text")
 
 
 def _check_room(room: int, length: int) -> None:
