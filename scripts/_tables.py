@@ -102,7 +102,7 @@ def quality(records: Sequence[Record]) -> str:
 
 
 def measured_quality(records: Sequence[Record]) -> list[Record]:
-    """The results of evaluate.py, without repetition; those of one size together.
+    """The results of evaluate.py, without repetition; those of one size together, uniform first.
 
     Raises:
         UserError: There are none.
@@ -110,7 +110,12 @@ def measured_quality(records: Sequence[Record]) -> list[Record]:
     found = distinct([result for result in results_of(records) if "texts" in result])
     if not found:
         raise UserError("--quality needs results of evaluate.py")
-    return sorted(found, key=lambda r: (r.get("bits") or r.get("budget_gib") or 0, named(r)))
+
+    def place(result: Record) -> tuple[float, bool, str]:
+        size = result.get("bits") or result.get("budget_gib") or 0
+        return size, named(result) != BASELINE, named(result)
+
+    return sorted(found, key=place)
 
 
 def offloads(records: Sequence[Record]) -> list[Record]:
