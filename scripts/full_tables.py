@@ -172,6 +172,8 @@ def main(argv: Sequence[str] | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     jobs = jobs_of(names, flags.only or groups)
     failures = run_jobs(jobs, flags.jobs, work, inputs / "site")
+    for curve in (work / "trained").glob("training.*"):
+        shutil.copyfile(curve, out / curve.name)
     call(tables(out), work / "compiled")
     if failures:
         raise UserError(f"not made: {'; '.join(failures)}")

@@ -65,10 +65,12 @@ def test_steps_that_are_done_are_left_out(command, load, monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "call", call)
     for name in ("demo_moe", "smollm2", "trained"):
         (tmp_path / "work" / name).mkdir(parents=True)
+    (tmp_path / "work" / "trained" / "training.json").write_text("{}")
     flags = ("--inputs", tmp_path / "in", "run", "--work", tmp_path / "work")
     code, _, _ = command("full_tables", *flags, "--out", tmp_path / "out", "--only", "model")
     assert code == 0
     assert called == ["convert.py", "calibrate.py", "make_tables.py"]
+    assert (tmp_path / "out" / "training.json").read_text() == "{}"
     code, _, error = command("full_tables", "--inputs", tmp_path / "absent", "run")
     assert code == 2
     assert "0 parts" in error
