@@ -45,7 +45,7 @@ class Size(NamedTuple):
 SIZES = {
     "full": Size(
         work=Path(".cache/full"),
-        out=Path("docs/results/h200"),
+        out=Path("docs/results/h200/trained"),
         training="--steps 1500 --save-every 750 --minutes 5",
         conversion="--calibration-tokens 16384",
         calibration="--tokens 32768",
