@@ -90,7 +90,9 @@ MEASURED = (
 PAGED = "evaluate.py --checkpoint {work}/calibrated --source {work}/trained"
 CALIBRATION = "{inputs}/calibration.jsonl"
 METHODS, RATIOS = ("whitened", "asvd", "svd"), ("0.9", "0.8", "0.6")
-FACTORED = " ".join(f"{{work}}/{method}_{ratio}" for method in METHODS for ratio in RATIOS)
+UNIFORM = "whitened_uniform"
+"""Ranks by loss leave keys and values whole; with one fraction everywhere there are latents."""
+FACTORED = " ".join(f"{{work}}/{name}_{ratio}" for name in (*METHODS, UNIFORM) for ratio in RATIOS)
 
 
 class Step(NamedTuple):
@@ -176,12 +178,19 @@ STEPS = (
     *(
         Step(
             "decomposition",
-            f"{{work}}/{method}_{ratio}",
+            f"{{work}}/{name}_{ratio}",
             f"decompose.py --model {{work}}/smollm2 --method {method} --ratio {ratio} "
-            f"--calibration {CALIBRATION} --spectra {{work}}/spectra_{method} --out {{makes}}",
-            "" if ratio == RATIOS[0] else f"{{work}}/{method}_{RATIOS[0]}",  # it makes the spectra
+            f"{flags} --calibration {CALIBRATION} --spectra {{work}}/spectra_{method} "
+            "--out {makes}",
+            # The first of a method makes the spectra.
+            ""
+            if f"{name}_{ratio}" == f"{method}_{RATIOS[0]}"
+            else f"{{work}}/{method}_{RATIOS[0]}",
         )
-        for method in METHODS
+        for name, method, flags in (
+            *((method, method, "") for method in METHODS),
+            (UNIFORM, "whitened", "--allotment uniform"),
+        )
         for ratio in RATIOS
     ),
     Step(

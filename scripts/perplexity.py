@@ -3,7 +3,8 @@
     python scripts/perplexity.py --models DIR DIR --text valid.jsonl --tokens 4096 --json out.json
 
 With --kv-cache each factored model also runs through a cache of pages that keeps keys and values,
-and one that keeps their latents: perplexity and bytes of both.
+and one that keeps their latents: perplexity and bytes of both. Where no layer's keys and values are
+both factored there are no latents to keep, and no figures of them.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from checkpoints.verify import mean_loss
 from pw_jax.engine.config import EngineConfig, KvCacheKind
 from pw_jax.errors import UserError
 from pw_jax.evaluation.cached import cached_loss
+from pw_jax.models.latent import latent_layers
 from pw_jax.models.registry import parameter_count
 
 CACHES: tuple[KvCacheKind, ...] = ("full", "latent")
@@ -58,7 +60,8 @@ def measure(
     started = time.monotonic()
     loss = mean_loss(model, tokens)
     seconds = round(time.monotonic() - started, 1)
-    configs = [EngineConfig(kv_cache=kind, kv_dtype=dtype) for kind in caches if low_rank]
+    kinds = [kind for kind in caches if low_rank and (kind == "full" or latent_layers(model))]
+    configs = [EngineConfig(kv_cache=kind, kv_dtype=dtype) for kind in kinds]
     found = {config.kv_cache: cached_loss(model, tokens, config) for config in configs}
     return {
         "model": directory.name,

@@ -91,6 +91,25 @@ def test_measurements(tmp_path, dense, text, command):
     assert 0 < errors[1] < errors[0] < 1
 
 
+def test_caches_of_models_with_and_without_latents(tmp_path, dense, text, command):
+    ranks, layer = tmp_path / "ranks.json", "model.decoder.layers.0"
+    models = []
+    for name, factored in (("none", ["fc1"]), ("some", ["self_attn.k_proj", "self_attn.v_proj"])):
+        ranks.write_text(json.dumps({f"{layer}.{linear}": 8 for linear in factored}))
+        models.append(tmp_path / name)
+        flags = ("--model", dense, "--out", models[-1], "--method", "svd", "--dtype", "float32")
+        assert command("decompose", *flags, "--ranks", ranks)[0] == 0
+    results = tmp_path / "results.json"
+    flags = ("--text", text, "--tokens", 256, "--kv-cache", "full", "latent", "--json", results)
+    code, _, error = command("perplexity", "--models", dense, *models, *flags)
+    assert code == 0, error
+    rows = json.loads(results.read_text())["results"]
+    assert [list(row["caches"]) for row in rows] == [[], ["full"], ["full", "latent"]]
+    full, latent = rows[2]["caches"].values()
+    assert latent["perplexity"] == pytest.approx(full["perplexity"], rel=1e-4)
+    assert latent["token_bytes"] < full["token_bytes"]
+
+
 def test_a_tokenizer_of_another_model(tmp_path, dense, source, text, command):
     shutil.copy(source / "tokenizer.json", dense)
     flags = ("--model", dense, "--out", tmp_path / "out", "--ratio", 0.5, "--calibration", text)

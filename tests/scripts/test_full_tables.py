@@ -119,3 +119,4 @@ def test_spectra_are_made_by_one_step(load):
     steps = {step.makes: step for step in load("_table_steps").STEPS}
     assert steps["{work}/svd_0.9"].after == ""
     assert steps["{work}/svd_0.6"].after == "{work}/svd_0.9"
+    assert steps["{work}/whitened_uniform_0.9"].after == "{work}/whitened_0.9"
