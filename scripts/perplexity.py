@@ -60,8 +60,11 @@ def measure(
     started = time.monotonic()
     loss = mean_loss(model, tokens)
     seconds = round(time.monotonic() - started, 1)
-    kinds = [kind for kind in caches if low_rank and (kind == "full" or latent_layers(model))]
-    configs = [EngineConfig(kv_cache=kind, kv_dtype=dtype) for kind in kinds]
+    configs = [
+        EngineConfig(kv_cache=kind, kv_dtype=dtype)
+        for kind in caches
+        if low_rank and (kind == "full" or latent_layers(model))
+    ]
     found = {config.kv_cache: cached_loss(model, tokens, config) for config in configs}
     return {
         "model": directory.name,
