@@ -11,8 +11,9 @@ from pw_jax.errors import UserError
 from pw_jax.models.config import ModelConfig
 from pw_jax.models.deepseek_v2 import DeepseekV2Config
 from pw_jax.models.layers import ACTIVATIONS
+from pw_jax.tensor_parallel.weights import attention_block
 from sharding import formulas, parallel
-from sharding.blocks import AttentionBlock, LatentBlock, MlpBlock
+from sharding.blocks import MlpBlock
 from sharding.formulas import BlockShape, Matrix
 from sharding.layouts import make_layout
 from sharding.weights import AttentionWeights, Dense, Factors, LatentWeights, MlpWeights, Norm
@@ -129,26 +130,15 @@ def make_work(
         attend: What a device does with its heads.
     """
     made = make_layout(layout, devices)
-    width, heads, kv = config.hidden_size, config.num_heads, config.kv_shapes[0]
     if which == "mlp":
-        block = MlpBlock(made, width, activation=ACTIVATIONS[config.activation])
+        block = MlpBlock(made, config.hidden_size, activation=ACTIVATIONS[config.activation])
         return Work(block, _mlp_weights(config, layout, shape), parallel.mlp)
-    call = partial(parallel.attention, attend=attend)
+    block = attention_block(config, made, 0)
     if isinstance(config, DeepseekV2Config):
-        latent = config.latent
-        dims = (latent.rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
-        names = ("rank", "plain_dim", "rope_dim", "value_dim")
-        block = LatentBlock(made, width, heads=heads, **dict(zip(names, dims, strict=True)))
-        return Work(block, _latent_weights(config, layout, shape), call)
-    block = AttentionBlock(
-        made,
-        width,
-        heads=heads,
-        head_dim=kv.head_dim,
-        value_dim=kv.head_dim,
-        kv_heads=kv.kv_heads,
-    )
-    return Work(block, _attention_weights(config, layout, shape), call)
+        weights = _latent_weights(config, layout, shape)
+    else:
+        weights = _attention_weights(config, layout, shape)
+    return Work(block, weights, partial(parallel.attention, attend=attend))
 
 
 def _array(*shape: int) -> jax.ShapeDtypeStruct:

@@ -72,7 +72,8 @@ def settings(flags: argparse.Namespace, dtype: str) -> Iterator[tuple[dict[str, 
         return
     if not flags.bits and not flags.budget:
         raise UserError(f"{flags.checkpoint} has pages: give --bits or --budget")
-    store = open_store(flags.checkpoint, keep=True)
+    several = len(flags.planner) * len(flags.bits or flags.budget) > 1
+    store = open_store(flags.checkpoint, keep=several)
     load = partial(load_held, store, dtype, through_pages=flags.through_pages)
     for name in flags.planner:
         for bits in flags.bits:

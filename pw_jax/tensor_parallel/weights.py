@@ -7,6 +7,7 @@ from flax import nnx
 from pw_jax.errors import UserError
 from pw_jax.low_rank.layers import LowRankLinear
 from pw_jax.models import layers
+from pw_jax.models.config import ModelConfig
 from pw_jax.models.decoder import CausalLm
 from pw_jax.models.deepseek_v2 import LATENT_EPS, DeepseekV2Config
 from pw_jax.models.gemma4 import Gemma4Config, Gemma4Norm
@@ -144,6 +145,45 @@ def layers_of(model: CausalLm) -> list[Any]:
     return list(model.model.decoder.layers if isinstance(model, Opt) else model.model.layers)
 
 
+def attention_block(
+    config: ModelConfig, layout: Layout, layer: int, *, gives_latents: bool = False
+) -> AttentionBlock | LatentBlock:
+    """Shapes of one layer's attention in a layout.
+
+    Args:
+        config: The model.
+        layout: The layout.
+        layer: Index of the layer.
+        gives_latents: It gives the memory latents, to be kept as they are or as heads.
+    """
+    width, eps, heads = config.hidden_size, config.norm_eps, config.num_heads
+    if isinstance(config, DeepseekV2Config):
+        latent = config.latent
+        return LatentBlock(
+            layout,
+            width,
+            eps,
+            heads=heads,
+            rank=latent.rank,
+            plain_dim=latent.plain_dim,
+            rope_dim=latent.rope_dim,
+            value_dim=latent.value_dim,
+            latent_eps=LATENT_EPS,
+            gives_latents=gives_latents,
+        )
+    kv = config.kv_shapes[layer]
+    return AttentionBlock(
+        layout,
+        width,
+        eps,
+        heads=heads,
+        kv_heads=kv.kv_heads,
+        head_dim=kv.head_dim,
+        value_dim=kv.head_dim,
+        gives_latents=gives_latents,
+    )
+
+
 def blocks_of(
     model: CausalLm, layout: Layout, layer: int, *, gives_latents: bool = False
 ) -> LayerBlocks:
@@ -156,38 +196,13 @@ def blocks_of(
         gives_latents: Its attention gives the memory latents, to be kept as they are or as heads.
     """
     config = model.config
-    width, eps, heads = config.hidden_size, config.norm_eps, config.num_heads
+    width, eps = config.hidden_size, config.norm_eps
     routed = layer in config.moe_layers
     beside = isinstance(config, Gemma4Config)  # has an MLP of its own beside the experts
     has_mlp = not routed or beside or _shared_mlp(layers_of(model)[layer].mlp) is not None
     mlp = MlpBlock(layout, width, eps, activation=ACTIVATIONS[config.activation])
     experts = ExpertBlock(layout, width, eps, routes_residual=beside)
-    if isinstance(config, DeepseekV2Config):
-        latent = config.latent
-        attention = LatentBlock(
-            layout,
-            width,
-            eps,
-            heads=heads,
-            rank=latent.rank,
-            plain_dim=latent.plain_dim,
-            rope_dim=latent.rope_dim,
-            value_dim=latent.value_dim,
-            latent_eps=LATENT_EPS,
-            gives_latents=gives_latents,
-        )
-    else:
-        kv = config.kv_shapes[layer]
-        attention = AttentionBlock(
-            layout,
-            width,
-            eps,
-            heads=heads,
-            kv_heads=kv.kv_heads,
-            head_dim=kv.head_dim,
-            value_dim=kv.head_dim,
-            gives_latents=gives_latents,
-        )
+    attention = attention_block(config, layout, layer, gives_latents=gives_latents)
     return LayerBlocks(attention, mlp if has_mlp else None, experts if routed else None)
 
 
