@@ -25,11 +25,13 @@ class Job:
             `partial` beside it first, since some scripts write what they have after each setting.
         command: Script and arguments, with ``WRITES`` for where it writes.
         after: What must be there before it can start.
+        on_cpu: Whether it leaves a GPU alone.
     """
 
     makes: Path
     command: tuple[str, ...]
     after: frozenset[Path]
+    on_cpu: bool = False
 
     @property
     def writes(self) -> Path:
@@ -43,7 +45,11 @@ WRITES = "{writes}"
 
 
 def call(
-    command: Sequence[str | Path], compiled: Path, site: Path | None = None, log: Path | None = None
+    command: Sequence[str | Path],
+    compiled: Path,
+    site: Path | None = None,
+    log: Path | None = None,
+    on_cpu: bool = False,
 ) -> None:
     """Runs one of our scripts.
 
@@ -52,6 +58,7 @@ def call(
         compiled: Folder in which all steps share what XLA has compiled.
         site: Folder with packages that are not installed.
         log: Where its output goes; default to the terminal.
+        on_cpu: Whether it leaves a GPU alone.
 
     Raises:
         UserError: It failed; it has said why.
@@ -66,6 +73,7 @@ def call(
         "JAX_COMPILATION_CACHE_DIR": str(compiled.absolute()),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(places),
+        **({"JAX_PLATFORMS": "cpu"} if on_cpu else {}),
     }
     line = [sys.executable, str(SCRIPTS / words[0]), *words[1:]]
     if log is None:
@@ -107,7 +115,8 @@ def run_jobs(jobs: Sequence[Job], at_once: int, work: Path, site: Path) -> list[
                 log = work / "logs" / f"{job.makes.name}.txt" if at_once > 1 else None
                 running[pool.submit(_run, job, work, site, log)] = job
             if not running:
-                return failures + [f"{job.makes}: what it reads was not made" for job in waiting]
+                failures += [f"{job.makes}: what it reads was not made" for job in waiting]
+                break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 job = running.pop(future)
                 error = future.exception()
@@ -118,6 +127,9 @@ def run_jobs(jobs: Sequence[Job], at_once: int, work: Path, site: Path) -> list[
                     failures.append(str(job.makes))
                 else:
                     raise error
+    for folder in {job.writes.parent for job in jobs if job.writes != job.makes}:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
     return failures
 
 
@@ -125,7 +137,7 @@ def _run(job: Job, work: Path, site: Path, log: Path | None) -> None:
     started = time.monotonic()
     job.writes.parent.mkdir(parents=True, exist_ok=True)
     words = [str(job.writes) if word == WRITES else word for word in job.command]
-    call(words, work / "compiled", site, log)
+    call(words, work / "compiled", site, log, job.on_cpu)
     if job.writes != job.makes:
         job.writes.replace(job.makes)
     print(f"{job.makes.name}: {time.monotonic() - started:.0f} s", flush=True)

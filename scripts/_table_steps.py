@@ -59,7 +59,7 @@ SIZES = {
         shift="--texts 16 --text-tokens 256",
         offload_tokens=16384,
         long_context="",
-        decomposed=65536,
+        decomposed=32768,
     ),
     "small": Size(
         work=Path(".cache/small"),
@@ -92,7 +92,11 @@ CALIBRATION = "{inputs}/calibration.jsonl"
 METHODS, RATIOS = ("whitened", "asvd", "svd"), ("0.9", "0.8", "0.6")
 UNIFORM = "whitened_uniform"
 """Ranks by loss leave keys and values whole; with one fraction everywhere there are latents."""
-FACTORED = " ".join(f"{{work}}/{name}_{ratio}" for name in (*METHODS, UNIFORM) for ratio in RATIOS)
+
+
+def factored(name: str) -> str:
+    """The folders of a kind of decomposition, one a ratio."""
+    return " ".join(f"{{work}}/{name}_{ratio}" for ratio in RATIOS)
 
 
 class Step(NamedTuple):
@@ -103,12 +107,14 @@ class Step(NamedTuple):
         makes: File or folder that is there once it is done.
         command: Script and arguments, parted by spaces: no path may have one.
         after: What another step makes, if this one must wait for it without naming it.
+        on_cpu: Whether it leaves a GPU alone.
     """
 
     group: str
     makes: str
     command: str
     after: str = ""
+    on_cpu: bool = False
 
 
 STEPS = (
@@ -186,6 +192,7 @@ STEPS = (
             ""
             if f"{name}_{ratio}" == f"{method}_{RATIOS[0]}"
             else f"{{work}}/{method}_{RATIOS[0]}",
+            on_cpu=True,  # LAPACK does the work, and the training has the device to itself
         )
         for name, method, flags in (
             *((method, method, "") for method in METHODS),
@@ -193,10 +200,15 @@ STEPS = (
         )
         for ratio in RATIOS
     ),
-    Step(
-        "decomposition",
-        "{out}/decomposition.json",
-        f"perplexity.py --models {{work}}/smollm2 {FACTORED} --text {{inputs}}/held_out.jsonl "
-        "--tokens {decomposed} --kv-cache full latent --json {makes}",
+    *(
+        Step(
+            "decomposition",
+            f"{{out}}/decomposition_{name}.json",
+            f"perplexity.py --models {{work}}/smollm2 {factored(name)} "
+            "--text {inputs}/held_out.jsonl --tokens {decomposed} --kv-cache full latent "
+            "--json {makes}",
+            "{work}/trained",
+        )
+        for name in (*METHODS, UNIFORM)
     ),
 )

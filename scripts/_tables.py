@@ -29,6 +29,14 @@ def results_of(records: Sequence[Record]) -> list[Record]:
     return [result for record in records for result in record["results"]]
 
 
+def models_of(records: Sequence[Record]) -> list[Record]:
+    """The results of several files, each model once: all begin with the one they compare with."""
+    models: dict[str, Record] = {}
+    for result in results_of(records):
+        models.setdefault(result["model"], result)
+    return list(models.values())
+
+
 def span(estimate: Record, scale: float = 1, digits: int = 1) -> str:
     """A mean with its interval."""
     mean, low, high = (scale * estimate[key] for key in ("mean", "low", "high"))
@@ -296,7 +304,7 @@ def long_context(records: Sequence[Record]) -> str:
 
 def decomposition(records: Sequence[Record]) -> str:
     """Table 4: method and ratio, and the cache of keys and values against that of latents."""
-    results = results_of(records)
+    results = models_of(records)
     first = results[0]["perplexity"]
     caches = list(dict.fromkeys(kind for result in results for kind in result.get("caches", {})))
     rows = [

@@ -41,9 +41,9 @@ def tables(out: Path) -> list[str | Path]:
     """The command that makes the tables of the results that there are."""
     command: list[str | Path] = ["make_tables.py", "--out", out]
     names = {"quality": ("quality_*.json", "offload.json")} | {
-        name: (f"{name}.json",)
-        for name in ("planners", "domain_shift", "long_context", "decomposition")
+        name: (f"{name}.json",) for name in ("planners", "domain_shift", "long_context")
     }
+    names["decomposition"] = ("decomposition_*.json",)
     for name, patterns in names.items():
         paths = [path for pattern in patterns for path in sorted(out.glob(pattern))]
         command += ["--" + name.replace("_", "-"), *paths] if paths else []
@@ -64,7 +64,7 @@ def jobs_of(names: Mapping[str, Any], groups: Sequence[str]) -> list[Job]:
             continue
         words = step.command.format(**names, makes=WRITES).split()
         after = {Path(word) for word in (*words, step.after.format(**names))}
-        jobs.append(Job(made, tuple(words), frozenset(after & set(makes.values()))))
+        jobs.append(Job(made, tuple(words), frozenset(after & set(makes.values())), step.on_cpu))
     return jobs
 
 
@@ -165,6 +165,8 @@ def main(argv: Sequence[str] | None) -> None:
     if flags.mode == "prepare":
         prepare(flags)
         return
+    if flags.jobs < 1:
+        raise UserError(f"--jobs must be at least 1, not {flags.jobs}")
     inputs = join(flags.inputs)
     given = {name: value for name, value in vars(flags).items() if value is not None}
     names = SIZES[flags.size]._asdict() | given | {"inputs": inputs, "wheel": inputs / WHEEL.name}

@@ -206,7 +206,7 @@ KINDS: Mapping[str, Kind] = {
     "domain_shift": Kind(_tables.domain_shift, domain_shift, ("planner", "kl_of_phases")),
     "long_context": Kind(_tables.long_context, long_context, ("found", "tokens", "most_kv_pages")),
     "decomposition": Kind(
-        _tables.decomposition, decomposition, ("method", "kept_ratio", "perplexity")
+        _tables.decomposition, decomposition, ("model", "method", "kept_ratio", "perplexity")
     ),
 }
 

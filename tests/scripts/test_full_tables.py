@@ -1,5 +1,6 @@
 """scripts/full_tables.py: inputs survive being cut up, and every step's flags are real."""
 
+import argparse
 import shlex
 from pathlib import Path
 
@@ -71,6 +72,9 @@ def test_steps_that_are_done_are_left_out(command, load, monkeypatch, tmp_path):
     assert code == 0
     assert called == ["convert.py", "calibrate.py", "make_tables.py"]
     assert (tmp_path / "out" / "training.json").read_text() == "{}"
+    code, _, error = command("full_tables", *flags, "--jobs", "0")
+    assert code == 2
+    assert "--jobs must be at least 1, not 0" in error
     code, _, error = command("full_tables", "--inputs", tmp_path / "absent", "run")
     assert code == 2
     assert "0 parts" in error
@@ -81,7 +85,7 @@ def test_steps_wait_for_what_they_read(load, monkeypatch, tmp_path, at_once):
     runner = load("_step_runner")
     started = []
 
-    def call(words, compiled, site, log):
+    def call(words, *_):
         name, writes = words
         started.append(name)
         if name == "broken":
@@ -101,11 +105,7 @@ def test_steps_wait_for_what_they_read(load, monkeypatch, tmp_path, at_once):
     assert set(started) == {"a", "b", "broken", "last"}
     assert started.index("a") < started.index("b") < started.index("last")
     assert failures == [str(paths["broken"]), f"{paths['left']}: what it reads was not made"]
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
-        "a.json",
-        "b.json",
-        "last.json",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "last.json"]
 
 
 def test_a_step_that_fails_shows_its_log(load, tmp_path):
@@ -113,6 +113,22 @@ def test_a_step_that_fails_shows_its_log(load, tmp_path):
     log = tmp_path / "logs" / "one.txt"
     with pytest.raises(UserError, match=r"(?s)failed with code 2.*give --prepare"):
         runner.call(("train_demo_moe.py", "--model", "m", "--tokens", "t"), tmp_path, None, log)
+
+
+def test_a_step_can_leave_the_gpu_alone(load, monkeypatch, tmp_path):
+    runner = load("_step_runner")
+    seen = []
+    monkeypatch.setattr(
+        runner.subprocess,
+        "run",
+        lambda line, env, check: (
+            seen.append(env.get("JAX_PLATFORMS")) or argparse.Namespace(returncode=0)
+        ),
+    )
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    runner.call(("one.py",), tmp_path)
+    runner.call(("one.py",), tmp_path, on_cpu=True)
+    assert seen == [None, "cpu"]
 
 
 def test_spectra_are_made_by_one_step(load):

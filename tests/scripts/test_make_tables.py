@@ -83,17 +83,17 @@ def test_committed_results_make_tables(command, tmp_path):
 
 
 def test_caches_of_factored_models(command, tmp_path):
-    row = {"method": "svd", "allotment": "loss", "kept_ratio": 0.8, "parameters": 10}
+    row = {"model": "a", "method": "svd", "allotment": "loss", "kept_ratio": 0.8, "parameters": 10}
     cache = {"perplexity": 3.0, "token_bytes": 100, "pool_bytes": 1 << 20}
     caches = {"full": cache, "latent": cache | {"token_bytes": 60}}
-    rows = [row | {"perplexity": 3.0, "caches": caches}, row | {"perplexity": 6.0}]
+    rows = [row | {"perplexity": 3.0, "caches": caches}, row | {"model": "b", "perplexity": 6.0}]
     path = tmp_path / "decomposition.json"
     path.write_text(json.dumps({"command": "python it", "results": rows}))
-    code, _, error = command("make_tables", "--decomposition", path, "--out", tmp_path)
+    code, _, error = command("make_tables", "--decomposition", path, path, "--out", tmp_path)
     assert code == 0, error
     text = (tmp_path / "decomposition.md").read_text()
-    assert "| 3 | 1.00 | 3, 100, 1.00 | 3, 60, 1.00 |" in text
-    assert "| 6 | 2.00 |  |  |" in text
+    assert text.count("| 3 | 1.00 | 3, 100, 1.00 | 3, 60, 1.00 |") == 1  # of both files
+    assert text.count("| 6 | 2.00 |  |  |") == 1
 
 
 def test_scores_stand_beside_those_of_transformers(command, tmp_path):
