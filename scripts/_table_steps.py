@@ -59,7 +59,7 @@ SIZES = {
         shift="--texts 16 --text-tokens 256",
         offload_tokens=16384,
         long_context="",
-        decomposed=32768,
+        decomposed=16384,
     ),
     "small": Size(
         work=Path(".cache/small"),
