@@ -50,7 +50,9 @@ class Memory:
     Attributes:
         predicted: Weights that are arrays, and the pool, by the memory plan.
         live: The same from the arrays that live on the device after loading.
-        peak: The device's own record of the most it ever held, or None where it keeps none.
+        peak: The device's own record of the most it ever held, where loading has raised it: of
+            several checkpoints in one process that is the first, and then a larger one. None
+            otherwise, and where a device keeps no record.
         arrays: Of the predicted: weights that are arrays.
         expert_pages: Of the predicted: pages that hold expert weights. The rest of the pool is
             free for keys and values.
@@ -84,11 +86,11 @@ class Held:
 
 def load_arrays(directory: Path, dtype: DTypeLike) -> Held:
     """Loads a Hugging Face folder or a decomposed checkpoint."""
-    before = live_bytes()
+    before, peak = live_bytes(), peak_bytes()
     load = load_low_rank_model if is_low_rank(directory) else load_dense_model
     forward = Forward(load(directory, dtype)[1])
     size = forward.array_bytes
-    memory = Memory(size, live_bytes() - before, peak_bytes(), size, 0)
+    memory = Memory(size, live_bytes() - before, raised(peak), size, 0)
     return Held(forward, memory, None, None, "arrays")
 
 
@@ -123,7 +125,7 @@ def load_held(
     if (bits is None) == (budget_bytes is None):
         raise ValueError("give either bits or budget_bytes")
     experts = StoredExperts(store)
-    before = live_bytes()
+    before, peak = live_bytes(), peak_bytes()
     model = registry.build_model(store.model_config, "paged", dtype)
     model = registry.set_weights(model, store.load_dense(dtype))
     arrays = Forward(model).array_bytes
@@ -140,7 +142,7 @@ def load_held(
     memory = Memory(
         arrays + plan.pool_bytes,
         live_bytes() - before - host,
-        peak_bytes(),
+        raised(peak),
         arrays,
         allocator.owned(Owner.WEIGHT) * plan.layout.page_bytes,
     )
@@ -220,3 +222,9 @@ def live_bytes() -> int:
 def peak_bytes() -> int | None:
     """The device's record of the most memory ever in use."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def raised(before: int | None) -> int | None:
+    """The device's record, if it is above what it was before."""
+    now = peak_bytes()
+    return None if now == before else now

@@ -6,14 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pw_jax.errors import UserError
 from pw_jax.evaluation.bootstrap import interval
 
 MIB = 1 << 20
 BASELINE = "uniform"
 FULL = "full"
-METRICS = ("acc_norm", "acc", "greedy")
-"""The first of these that a task has is what tables show, beside bits per byte."""
 
 Record = Mapping[str, Any]
 
@@ -53,110 +50,6 @@ def paired(ours: ArrayLike, theirs: ArrayLike) -> str:
     """A mean difference in thousandths with its interval, resampled in pairs."""
     difference = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
     return f"{1e3 * difference.mean():+.1f} ({edges(interval(difference))})"
-
-
-def weights_mib(result: Record) -> float:
-    """Memory of the weights alone: arrays, and pages that hold experts."""
-    return (result["memory"]["arrays"] + result["memory"]["expert_pages"]) / MIB
-
-
-def named(result: Record) -> str:
-    """What a result is called."""
-    return result.get("planner", result["held"])
-
-
-def distinct(results: Sequence[Record]) -> list[Record]:
-    """Results without repetition: a reference that several runs measured is shown once."""
-    seen: dict[tuple[Any, ...], Record] = {}
-    for result in results:
-        seen.setdefault((named(result), result.get("bits"), result.get("budget_gib")), result)
-    return list(seen.values())
-
-
-def metric_of(task: Record) -> tuple[str, Record]:
-    """The metric of a task that is shown."""
-    name = next(name for name in METRICS if name in task["metrics"])
-    return name, task["metrics"][name]
-
-
-def quality(records: Sequence[Record]) -> str:
-    """Table 1: quality against memory; KL in thousandths of a nat, less uniform paired."""
-    results = measured_quality(records)
-    texts, tasks = list(results[0]["texts"]), list(results[0]["tasks"])
-    uniform = {r.get("bits"): r for r in results if named(r) == BASELINE}
-    header = ["held", "bits", "weights, MiB", "live / predicted"]
-    for text in texts:
-        header += [f"{text}: perplexity", "KL, mnat", "less uniform"]
-    for task in tasks:
-        header.append(f"{task}: {metric_of(results[0]['tasks'][task])[0]}, bits a byte")
-    rows = []
-    for result in results:
-        memory, bits = result["memory"], result["mean_bits"]
-        row = [named(result), result["dtype"] if bits is None else f"{bits:.2f}"]
-        row.append(f"{weights_mib(result):.1f}")
-        row.append(f"{memory['live'] / memory['predicted']:.4f}")
-        for text in texts:
-            found = result["texts"][text]
-            kl = found["metrics"].get("kl")
-            row += [f"{found['perplexity']:.2f}", "" if kl is None else span(kl, 1e3)]
-            row.append(_less_uniform(result, uniform.get(result.get("bits")), text))
-        for task in tasks:
-            found = result["tasks"][task]
-            bits_per_byte = found["metrics"]["bits_per_byte"]["mean"]
-            row.append(f"{span(metric_of(found)[1], 100)}, {bits_per_byte:.3f}")
-        rows.append(row)
-    fetched = offloads(records)
-    return markdown(header, rows) + (f"\n{_offload(fetched)}" if fetched else "")
-
-
-def measured_quality(records: Sequence[Record]) -> list[Record]:
-    """The results of evaluate.py, without repetition; those of one size together, uniform first.
-
-    Raises:
-        UserError: There are none.
-    """
-    found = distinct([result for result in results_of(records) if "texts" in result])
-    if not found:
-        raise UserError("--quality needs results of evaluate.py")
-
-    def place(result: Record) -> tuple[float, bool, str]:
-        size = result.get("bits") or result.get("budget_gib") or 0
-        return size, named(result) != BASELINE, named(result)
-
-    return sorted(found, key=place)
-
-
-def offloads(records: Sequence[Record]) -> list[Record]:
-    """The results of offload.py."""
-    return [result for result in results_of(records) if "misses_a_token" in result]
-
-
-def _offload(results: Sequence[Record]) -> str:
-    """Lossless offload: what the source's own quality costs in copies at less memory."""
-    rows = []
-    for result in results:
-        seconds = result["copy_seconds_a_token"]
-        rows.append(
-            [
-                f"{result['kept']} of {result['experts']}",
-                str(result["batch"]),
-                f"{weights_mib(result):.1f}",
-                span(result["misses_a_token"], digits=2),
-                f"{result['miss_rate']:.1%}",
-                f"{result['bytes_a_token'] / MIB:.2f}",
-                "" if seconds is None else f"{1e3 * seconds:.2f}",
-            ]
-        )
-    header = ["lossless offload: experts kept a layer", "sequences", "weights, MiB"]
-    header += ["misses a token", "of uses", "MiB copied a token", "ms of copying"]
-    return markdown(header, rows)
-
-
-def _less_uniform(result: Record, base: Record | None, text: str) -> str:
-    if base is None or result is base or "kl" not in result["texts"][text]["items"]:
-        return ""
-    ours, theirs = (one["texts"][text]["items"]["kl"] for one in (result, base))
-    return paired(ours, theirs)
 
 
 def planners(records: Sequence[Record]) -> str:
@@ -328,19 +221,3 @@ def _cache(found: Record | None) -> str:
     if found is None:
         return ""
     return f"{found['perplexity']:.6g}, {found['token_bytes']}, {found['pool_bytes'] / MIB:.2f}"
-
-
-def scores(record: Record, golden: Record) -> str:
-    """Task scores of one model beside those of another implementation, on the same questions."""
-    (result,) = record["results"]
-    rows = []
-    for name, theirs in golden["tasks"].items():
-        ours = result["tasks"][name]
-        for metric, value in theirs["metrics"].items():
-            digits, scale = (4, 1) if metric == "bits_per_byte" else (1, 100)
-            unit = "" if scale == 1 else ", %"
-            own = span(ours["metrics"][metric], scale, digits)
-            rows.append([f"{name}: {metric}{unit}", own, f"{scale * value:.{digits}f}"])
-    versions = golden["versions"]
-    other = f"transformers {versions['transformers']}, torch {versions['torch']}"
-    return markdown([f"first {golden['limit']} questions", "here", other], rows)

@@ -44,9 +44,11 @@ def tables(out: Path) -> list[str | Path]:
         name: (f"{name}.json",) for name in ("planners", "domain_shift", "long_context")
     }
     names["decomposition"] = ("decomposition_*.json",)
+    names["before_after"] = ("before_training.json", "quality_uniform.json")
     for name, patterns in names.items():
         paths = [path for pattern in patterns for path in sorted(out.glob(pattern))]
-        command += ["--" + name.replace("_", "-"), *paths] if paths else []
+        whole = len(paths) == 2 if name == "before_after" else bool(paths)
+        command += ["--" + name.replace("_", "-"), *paths] if whole else []
     return command
 
 

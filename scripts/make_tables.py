@@ -3,11 +3,11 @@
     python scripts/make_tables.py --quality a.json b.json --planners planners.json \
         --long-context long.json --decomposition decomposition.json --out docs/results/cpu
 
-Writes quality.md and quality.png (table 1, from evaluate.py and offload.py), planners.md and .png
-(2, from compare_planners.py), domain_shift.md and .png (2, from domain_shift.py), long_context.md
-and .png (3, from long_context.py), decomposition.md and .png (4, from perplexity.py): those whose
-inputs are given. --scores and --golden put one model's scores beside another implementation's in
-scores.md.
+Writes quality.md and quality.png (table 1, from evaluate.py and offload.py), before_after (two
+files of evaluate.py), planners (table 2, from compare_planners.py), domain_shift (2, from
+domain_shift.py), long_context (3, from long_context.py), decomposition (4, from perplexity.py):
+those whose inputs are given. --scores and --golden put one model's scores beside another
+implementation's in scores.md.
 """
 
 import argparse
@@ -21,21 +21,21 @@ import matplotlib
 
 matplotlib.use("Agg")  # before pyplot: no screen is needed
 
+import _quality_tables
 import _tables
 import matplotlib.pyplot as plt
 import numpy as np
 from _command import run
-from _tables import (
-    BASELINE,
-    MIB,
-    Record,
+from _quality_tables import (
+    SOURCE,
+    first_two,
     measured_quality,
-    metric_of,
     named,
     offloads,
-    results_of,
+    task_bits,
     weights_mib,
 )
+from _tables import BASELINE, MIB, Record, results_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -62,7 +62,7 @@ def read(path: Path, fields: Sequence[str]) -> Record:
 
 
 def quality(records: Sequence[Record]) -> Figure:
-    """KL of each text, and the mean of all tasks, against memory."""
+    """KL of each text, and bits a byte of the tasks' answers, against memory."""
     results, fetched = measured_quality(records), offloads(records)
     texts, tasks = list(results[0]["texts"]), list(results[0]["tasks"])
     panels = [*texts, *(["tasks"] if tasks else []), *(["lossless offload"] if fetched else [])]
@@ -75,23 +75,40 @@ def quality(records: Sequence[Record]) -> Figure:
             own = sorted((r for r in results if named(r) == name), key=weights_mib)
             sizes = [weights_mib(result) for result in own]
             if panel == "tasks":
-                ys = [
-                    np.mean([metric_of(r["tasks"][task])[1]["mean"] for task in tasks]) for r in own
-                ]
-                axis.plot(sizes, ys, "o-", label=name)
+                axis.plot(sizes, [np.mean(task_bits(r)) for r in own], "o-", label=name)
                 continue
             found = [r["texts"][panel]["metrics"].get("kl") for r in own]
-            if None in found or name == "source":
+            if None in found or name == SOURCE:
                 continue
             means = np.array([kl["mean"] for kl in found])
             ends = np.array([[kl["low"] for kl in found], [kl["high"] for kl in found]])
             axis.errorbar(sizes, means, np.abs(ends - means), fmt="o-", capsize=3, label=name)
         axis.set(xlabel="weights, MiB", title=panel)
-        axis.set(ylabel="mean score of the tasks" if panel == "tasks" else "KL, nats a token")
+        axis.set(
+            ylabel="bits a byte, mean of the tasks" if panel == "tasks" else "KL, nats a token"
+        )
         if panel != "tasks":
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
         axis.legend()
+    return figure
+
+
+def before_after(records: Sequence[Record]) -> Figure:
+    """Bits a byte of each task's answers, before and after training."""
+    figure, axis = plt.subplots(figsize=(9, 4))
+    for shift, (name, result) in enumerate(
+        zip(("before", "after"), first_two(records), strict=True)
+    ):
+        found = [task["metrics"]["bits_per_byte"] for task in result["tasks"].values()]
+        means = np.array([one["mean"] for one in found])
+        ends = np.array([[one[end] for one in found] for end in ("low", "high")])
+        places = np.arange(len(found)) + 0.4 * shift
+        axis.bar(places, means, 0.4, yerr=np.abs(ends - means), capsize=2, label=name)
+    tasks = list(records[0]["results"][0]["tasks"])
+    axis.set_xticks(np.arange(len(tasks)) + 0.2, tasks, rotation=45, ha="right")
+    axis.set(ylabel="bits a byte of the gold answer")
+    axis.legend()
     return figure
 
 
@@ -201,10 +218,11 @@ class Kind(NamedTuple):
 
 
 KINDS: Mapping[str, Kind] = {
-    "quality": Kind(_tables.quality, quality, ("memory",)),
+    "quality": Kind(_quality_tables.quality, quality, ("memory",)),
     "planners": Kind(_tables.planners, planners, ("planner", "budget_bits", "kl_interval")),
     "domain_shift": Kind(_tables.domain_shift, domain_shift, ("planner", "kl_of_phases")),
     "long_context": Kind(_tables.long_context, long_context, ("found", "tokens", "most_kv_pages")),
+    "before_after": Kind(_quality_tables.before_after, before_after, ("texts", "tasks")),
     "decomposition": Kind(
         _tables.decomposition, decomposition, ("model", "method", "kept_ratio", "perplexity")
     ),
@@ -226,7 +244,7 @@ def main(argv: Sequence[str] | None) -> None:
     flags.out.mkdir(parents=True, exist_ok=True)
     if flags.scores is not None:
         record = read(flags.scores, ("tasks",))
-        text = _tables.scores(record, read_json(flags.golden))
+        text = _quality_tables.scores(record, read_json(flags.golden))
         note = f"{NOTE}\n\n    {record['command']}\n"
         (flags.out / "scores.md").write_text(f"{text}\n{note}", encoding="utf-8")
         print(flags.out / "scores.md")

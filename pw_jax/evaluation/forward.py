@@ -83,7 +83,9 @@ class Forward:
     def __init__(self, model: CausalLm, experts: ExpertPages | None = None):
         self.config = model.config
         self._graph, state = nnx.split(model)
-        self._leaves, self._tree = jax.tree.flatten(state)
+        leaves, self._tree = jax.tree.flatten(state)
+        # Bound to their device, all of them: jit compiles again for arguments that are not.
+        self._leaves = [jax.device_put(leaf, leaf.sharding) for leaf in leaves]
         self._experts = experts
 
     @property

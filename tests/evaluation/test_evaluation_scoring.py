@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_language import log_softmax
+from flax import nnx
 
 from pw_jax.errors import UserError
 from pw_jax.evaluation import forward as forwards
@@ -52,6 +53,16 @@ def test_batches_of_padded_sequences_score_as_each_alone(model, forward):
         assert found.log_likelihood == pytest.approx(total, abs=2e-4)
         assert found.greedy == greedy
         assert found.tokens == one.scored
+
+
+def test_weights_that_are_bound_to_a_device_compile_nothing_anew(model, forward):
+    graph, state = nnx.split(model)
+    bound = nnx.merge(graph, jax.device_put(state, jax.devices()[0]))
+    jitted: Any = forwards._hidden
+    score(forward, sequences(4), SHAPES)
+    compiled = jitted._cache_size()
+    score(forwards.Forward(bound), sequences(4), SHAPES)
+    assert jitted._cache_size() == compiled
 
 
 def test_greedy_is_the_likeliest_token(model, forward):

@@ -11,13 +11,15 @@ def estimate(mean: float) -> dict:
 
 
 def result(held: dict, pages: int, kl: list[float], bits: float | None) -> dict:
-    """One of evaluate.py's results."""
+    """One of evaluate.py's results; fewer bits cost answers 50 thousandths of a bit a byte."""
     mean = sum(kl) / len(kl)
     text = {"perplexity": 20.0, "metrics": {"kl": estimate(mean)}, "items": {"kl": kl}}
-    metrics = {"acc_norm": estimate(0.4), "bits_per_byte": estimate(1.25)}
+    worse = 0.0 if bits is None else 0.05
+    metrics = {"acc_norm": estimate(0.4), "bits_per_byte": estimate(1.25 + worse)}
+    task = {"metrics": metrics, "items": {"bits_per_byte": [1.0 + worse, 1.5 + worse]}}
     memory = {"arrays": 3 << 20, "expert_pages": pages << 20, "live": 101, "predicted": 100}
     common = {"dtype": "float32", "mean_bits": bits, "memory": memory}
-    return held | common | {"texts": {"t.jsonl": text}, "tasks": {"piqa": {"metrics": metrics}}}
+    return held | common | {"texts": {"t.jsonl": text}, "tasks": {"piqa": task}}
 
 
 @pytest.fixture
@@ -37,7 +39,8 @@ def test_quality_at_equal_bytes(command, quality, tmp_path):
     code, _, error = command("make_tables", "--quality", *quality, "--out", tmp_path / "out")
     assert code == 0, error
     lines = (tmp_path / "out" / "quality.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line][2:]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    rows, tasks = table[2:5], table[7:]
     assert [row[:4] for row in rows] == [
         ["source", "float32", "12.0", "1.0100"],  # shown once, though both runs measured it
         ["uniform", "4.00", "5.0", "1.0100"],
@@ -45,8 +48,32 @@ def test_quality_at_equal_bytes(command, quality, tmp_path):
     ]
     assert rows[1][5:7] == ["70.0 (35.0..140.0)", ""]
     assert rows[2][6] == "-20.0 (-30.0..-10.0)"  # paired: -30 and -10
-    assert rows[2][7] == "40.0 (20.0..80.0), 1.250"
+    assert [row[7] for row in rows] == ["", *["+50.0 (+50.0..+50.0)"] * 2]  # the one task's
+    assert [row[8] for row in rows] == ["", "", "+0.0 (+0.0..+0.0)"]
+    assert tasks[2] == ["full", "4.00", "40.0 (20.0..80.0); 1.300"]
     assert (tmp_path / "out" / "quality.png").stat().st_size > 1000
+
+
+def test_before_and_after_training(command, quality, tmp_path):
+    before = json.loads(quality[0].read_text())
+    before["results"] = before["results"][1:]
+    before["results"][0]["texts"]["t.jsonl"]["perplexity"] = 25.0
+    first = tmp_path / "before.json"
+    first.write_text(json.dumps(before))
+    code, _, error = command("make_tables", "--before-after", first, quality[1], "--out", tmp_path)
+    assert code == 0, error
+    text = (tmp_path / "before_after.md").read_text()
+    assert "| t.jsonl: perplexity | 25.00 | 20.00 |" in text
+    piqa = "| piqa: acc_norm, % | 40.0 (20.0..80.0) | 40.0 (20.0..80.0) | 1.300 | 1.250 "
+    assert f"{piqa}| -50.0 (-50.0..-50.0) |" in text  # the source against 4 bits, by question
+    code, _, error = command("make_tables", "--before-after", first, "--out", tmp_path)
+    assert code == 2
+    assert "two files" in error
+    del before["results"][0]["tasks"]["piqa"]
+    first.write_text(json.dumps(before))
+    code, _, error = command("make_tables", "--before-after", first, quality[1], "--out", tmp_path)
+    assert code == 2
+    assert "other tasks" in error
 
 
 def test_lossless_offload_has_rows_of_its_own(command, quality, tmp_path):
