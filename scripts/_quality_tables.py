@@ -62,9 +62,8 @@ def quality(records: Sequence[Record]) -> str:
             row += [f"{found['perplexity']:.2f}", "" if kl is None else span(kl, 1e3)]
             row.append(_less_uniform(result, uniform.get(result.get("bits")), text))
         if result["tasks"]:
-            for base in (source, uniform.get(result.get("bits"))):
-                apart = base is not None and result is not base
-                row.append(paired(task_bits(result), task_bits(base)) if apart else "")
+            bases = source, uniform.get(result.get("bits"))
+            row += [_tasks_less(result, base) for base in bases]
         rows.append(row)
     parts = [markdown(header, rows)]
     if results[0]["tasks"]:
@@ -77,6 +76,12 @@ def quality(records: Sequence[Record]) -> str:
 def _held(result: Record) -> list[str]:
     bits = result["mean_bits"]
     return [named(result), result["dtype"] if bits is None else f"{bits:.2f}"]
+
+
+def _tasks_less(result: Record, base: Record | None) -> str:
+    if base is None or result is base:
+        return ""
+    return paired(task_bits(result), task_bits(base))
 
 
 def task_bits(result: Record) -> list[float]:
