@@ -139,20 +139,23 @@ class Task:
         ids = jnp.repeat(jnp.arange(shape.experts, dtype=jnp.int32), rows)
         capacity = tuning.unit_capacity(rows, [layout.words_per_row])
         # the work list is made once for both modules of a layer, so it is not timed
-        self.units = make_units(route(ids[:, None], shape.experts), capacity)
-        self.index = unit_places(self.units, capacity, size[0])
+        routing = route(ids[:, None], shape.experts)
+        self.work = {}
+        for width in case.widths:
+            units = make_units(routing, capacity, jnp.asarray(case.bits(width), jnp.int32))
+            self.work[width] = unit_places(units, capacity, size[0]), units
 
         def ours(x, index, units, pool, module):
             return product(x, index, units, size[0], pool, module, layout, case.gate).sum(axis=0)
 
-        arguments = (self.x, self.index, self.units, *case.shapes())
+        arguments = (self.x, *self.work["mixed"], *case.shapes())
         self.compiled = jax.jit(ours).lower(*arguments).compile()
         weights = jax.ShapeDtypeStruct((shape.experts, layout.rows, layout.columns), jnp.bfloat16)
         self.bf16 = jax.jit(bf16_product).lower(self.bf16_x(), weights).compile()
 
-    def ours(self, pool: jax.Array, module: ModulePages) -> jax.Array:
+    def ours(self, width: int | str, pool: jax.Array, module: ModulePages) -> jax.Array:
         """Our product, [E * M, N]."""
-        return self.compiled(self.x, self.index, self.units, pool, module)
+        return self.compiled(self.x, *self.work[width], pool, module)
 
     def bf16_x(self) -> jax.Array:
         """Activations by expert."""
@@ -162,7 +165,7 @@ class Task:
         """Largest relative error of three experts' outputs in 256 columns, against float64."""
         case, rows = self.case, self.rows
         pool, modules = case.weights
-        out = self.ours(pool, modules[width][0])
+        out = self.ours(width, pool, modules[width][0])
         columns = np.sort(np.random.default_rng(rows).permutation(out.shape[1])[:256])
         dequantize = jax.jit(dequantize_expert, static_argnums=3)
         errors = []
@@ -194,7 +197,7 @@ class Task:
 
         def call(turn: int) -> jax.Array:
             width, index = turns[turn]
-            return self.ours(pool, modules[width][index % case.sets])
+            return self.ours(width, pool, modules[width][index % case.sets])
 
         times = call_times(call, calls=len(turns), keep=False)
         for width in case.widths:

@@ -37,7 +37,8 @@ def paged_expert_ffn(
     routing = route(expert_ids, gate_up.bits.shape[0])
     words = [layout.words_per_row for layout in (gate_up_layout, down_layout)]
     capacity = tuning.unit_capacity(expert_ids.size / gate_up.bits.shape[0], words)
-    units, places = make_units(routing, capacity), expert_ids.size
+    cost = 2 * gate_up.bits + down.bits  # gate_up has twice the rows
+    units, places = make_units(routing, capacity, cost), expert_ids.size
     own = unit_places(units, capacity, places)
     hidden = product(
         x, routing.token[own], units, places, pool, gate_up, gate_up_layout, activation

@@ -68,21 +68,32 @@ def most_units(choices: int, experts: int, capacity: int) -> int:
     return min(choices, min(choices, experts) + choices // capacity)
 
 
-def make_units(routing: Routing, capacity: int) -> Units:
-    """Cuts each expert's places into units of at most ``capacity``; idle experts have none."""
+def make_units(routing: Routing, capacity: int, cost: Int32[Array, " E"]) -> Units:
+    """Cuts each expert's places into units of at most ``capacity``; idle experts have none.
+
+    A kernel's warps take work in turn, so the costliest comes first: then each round is of nearly
+    equal work, and no warp gets the widest experts again and again.
+
+    Args:
+        routing: Places of each expert.
+        capacity: Most tokens of a unit.
+        cost: About how long a unit of each expert takes, by any measure, at least 0.
+    """
     experts = routing.counts.shape[0]
     length = most_units(routing.token.shape[0], experts, capacity)
     needed = -(-routing.counts // capacity)
-    index = jnp.arange(experts, dtype=jnp.int32)
-    ends = jnp.sum(
-        jnp.where(index[None] <= index[:, None], needed[None], 0), axis=1, dtype=jnp.int32
-    )
+    index = jnp.arange(experts + 1, dtype=jnp.int32)[:, None]
+    own_cost = jnp.append(cost, -1)[:, None]  # one more, behind all others
+    others = index[:-1, 0]
+    first = (cost[None] > own_cost) | ((cost[None] == own_cost) & (others[None] < index))
+    before = jnp.sum(jnp.where(first, needed[None], 0), axis=1, dtype=jnp.int32)
     unit = jnp.arange(length, dtype=jnp.int32)
-    expert = jnp.minimum(_count(ends[None] <= unit[:, None]), experts - 1)
-    before = jnp.where(expert > 0, ends[expert - 1], 0)
-    skipped = (unit - before) * capacity
+    start, end = before[None, :-1], before[None, :-1] + needed[None]
+    own = (start <= unit[:, None]) & (unit[:, None] < end)
+    expert = jnp.sum(jnp.where(own, others[None], 0), axis=1, dtype=jnp.int32)
+    skipped = (unit - before[expert]) * capacity
     tokens = jnp.clip(routing.counts[expert] - skipped, 0, capacity)
-    return Units(expert, routing.starts[expert] + skipped, tokens, ends[-1:])
+    return Units(expert, routing.starts[expert] + skipped, tokens, before[-1:])
 
 
 def unit_places(units: Units, capacity: int, places: int) -> Int32[Array, "U capacity"]:

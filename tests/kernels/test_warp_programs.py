@@ -39,7 +39,7 @@ def test_matmul(bits, token_blocks, words, columns, gate, splits, depth, monkeyp
     pool, module = random_experts(layout, (bits, 3 if bits > 3 else 4), bits)
     tokens = 4 * token_blocks - 1
     routing = route(jnp.asarray([[0]] * tokens + [[1]] * 2, jnp.int32), 2)
-    units = make_units(routing, 4 * token_blocks)
+    units = make_units(routing, 4 * token_blocks, module.bits)
     rng = np.random.default_rng(bits)
     x = jnp.asarray(rng.normal(size=(tokens + 2, columns)), jnp.float32)
     integers, scale = activations.quantize(x)
@@ -84,7 +84,7 @@ def test_warpgroup_matmul(bits, columns, gate, monkeypatch):
     ids = np.repeat(np.arange(3, dtype=np.int32), counts)
     tokens = len(ids)
     routing = route(jnp.asarray(ids)[:, None], 3)
-    units = make_units(routing, capacity)
+    units = make_units(routing, capacity, module.bits)
     x = jnp.asarray(np.random.default_rng(bits).normal(size=(tokens, columns)), jnp.float32)
     blocks, scale = activations.half_blocks(x)
     index = routing.token[unit_places(units, capacity, tokens)]
