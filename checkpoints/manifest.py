@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from pw_jax.quantizer.format import MAX_BITS, rows_per_table
 
 DTYPES = ("bfloat16", "float32")
 MIN_BITS = 2
+INNERMOST_LIST = re.compile(r"\[\n\s+([^\[\]{}]*?)\n\s*\]")
+NEXT_ENTRY = re.compile(r",\n\s+")
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of items that orbax has not committed
 # beside the weights: what a tokenizer, a chat and a lawyer need
 COPIED = (
@@ -171,8 +174,16 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a JSON file in one step, so that a kill leaves the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(readable(value), encoding="utf-8")
     temporary.replace(path)
+
+
+def readable(value: Any) -> str:
+    """JSON with a line for each entry, but one line for a list of numbers or words."""
+    # Line breaks inside strings are escaped, so those that are matched stand between entries.
+    return INNERMOST_LIST.sub(
+        lambda found: f"[{NEXT_ENTRY.sub(', ', found[1])}]", json.dumps(value, indent=2) + "\n"
+    )
 
 
 def copy_side_files(source: Path, target: Path) -> None:
