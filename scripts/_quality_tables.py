@@ -1,9 +1,8 @@
 """Results of evaluate.py and offload.py as tables in Markdown."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from _tables import BASELINE, MIB, Record, markdown, paired, results_of, span
+from _tables import BASELINE, MIB, Record, distinct, markdown, paired, results_of, span
 
 from pw_jax.errors import UserError
 
@@ -20,14 +19,6 @@ def weights_mib(result: Record) -> float:
 def named(result: Record) -> str:
     """What a result is called."""
     return result.get("planner", result["held"])
-
-
-def distinct(results: Sequence[Record]) -> list[Record]:
-    """Results without repetition: a reference that several runs measured is shown once."""
-    seen: dict[tuple[Any, ...], Record] = {}
-    for result in results:
-        seen.setdefault((named(result), result.get("bits"), result.get("budget_gib")), result)
-    return list(seen.values())
 
 
 def metric_of(task: Record) -> tuple[str, Record]:
@@ -152,9 +143,10 @@ def measured_quality(records: Sequence[Record]) -> list[Record]:
     Raises:
         UserError: There are none.
     """
-    found = distinct([result for result in results_of(records) if "texts" in result])
+    found = [result for result in results_of(records) if "texts" in result]
     if not found:
         raise UserError("--quality needs results of evaluate.py")
+    found = distinct(found, lambda r: (named(r), r.get("bits"), r.get("budget_gib")))
 
     def place(result: Record) -> tuple[float, bool, str]:
         size = result.get("bits") or result.get("budget_gib") or 0

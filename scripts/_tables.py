@@ -1,6 +1,6 @@
 """Results as tables in Markdown: what make_tables.py, compare_planners.py and others show."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,12 @@ def results_of(records: Sequence[Record]) -> list[Record]:
     return [result for record in records for result in record["results"]]
 
 
-def models_of(records: Sequence[Record]) -> list[Record]:
-    """The results of several files, each model once: all begin with the one they compare with."""
-    models: dict[str, Record] = {}
-    for result in results_of(records):
-        models.setdefault(result["model"], result)
-    return list(models.values())
+def distinct(results: Sequence[Record], key: Callable[[Record], Hashable]) -> list[Record]:
+    """The first result of each key: what several runs compare with is shown once."""
+    seen: dict[Hashable, Record] = {}
+    for result in results:
+        seen.setdefault(key(result), result)
+    return list(seen.values())
 
 
 def span(estimate: Record, scale: float = 1, digits: int = 1) -> str:
@@ -197,7 +197,7 @@ def long_context(records: Sequence[Record]) -> str:
 
 def decomposition(records: Sequence[Record]) -> str:
     """Table 4: method and ratio, and the cache of keys and values against that of latents."""
-    results = models_of(records)
+    results = distinct(results_of(records), lambda result: result["model"])
     first = results[0]["perplexity"]
     caches = list(dict.fromkeys(kind for result in results for kind in result.get("caches", {})))
     rows = [

@@ -44,11 +44,12 @@ def tables(out: Path) -> list[str | Path]:
         name: (f"{name}.json",) for name in ("planners", "domain_shift", "long_context")
     }
     names["decomposition"] = ("decomposition_*.json",)
-    names["before_after"] = ("before_training.json", "quality_uniform.json")
     for name, patterns in names.items():
         paths = [path for pattern in patterns for path in sorted(out.glob(pattern))]
-        whole = len(paths) == 2 if name == "before_after" else bool(paths)
-        command += ["--" + name.replace("_", "-"), *paths] if whole else []
+        command += ["--" + name.replace("_", "-"), *paths] if paths else []
+    both = out / "before_training.json", out / "quality_uniform.json"
+    if all(path.exists() for path in both):
+        command += ["--before-after", *both]
     return command
 
 

@@ -61,6 +61,13 @@ def read(path: Path, fields: Sequence[str]) -> Record:
     return record
 
 
+def whiskers(estimates: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Means of estimates, and how far their intervals reach below and above."""
+    means = np.array([one["mean"] for one in estimates])
+    ends = np.array([[one[end] for one in estimates] for end in ("low", "high")])
+    return means, np.abs(ends - means)
+
+
 def quality(records: Sequence[Record]) -> Figure:
     """KL of each text, and bits a byte of the tasks' answers, against memory."""
     results, fetched = measured_quality(records), offloads(records)
@@ -80,9 +87,7 @@ def quality(records: Sequence[Record]) -> Figure:
             found = [r["texts"][panel]["metrics"].get("kl") for r in own]
             if None in found or name == SOURCE:
                 continue
-            means = np.array([kl["mean"] for kl in found])
-            ends = np.array([[kl["low"] for kl in found], [kl["high"] for kl in found]])
-            axis.errorbar(sizes, means, np.abs(ends - means), fmt="o-", capsize=3, label=name)
+            axis.errorbar(sizes, *whiskers(found), fmt="o-", capsize=3, label=name)
         axis.set(xlabel="weights, MiB", title=panel)
         axis.set(
             ylabel="bits a byte, mean of the tasks" if panel == "tasks" else "KL, nats a token"
@@ -101,10 +106,9 @@ def before_after(records: Sequence[Record]) -> Figure:
         zip(("before", "after"), first_two(records), strict=True)
     ):
         found = [task["metrics"]["bits_per_byte"] for task in result["tasks"].values()]
-        means = np.array([one["mean"] for one in found])
-        ends = np.array([[one[end] for one in found] for end in ("low", "high")])
+        means, lengths = whiskers(found)
         places = np.arange(len(found)) + 0.4 * shift
-        axis.bar(places, means, 0.4, yerr=np.abs(ends - means), capsize=2, label=name)
+        axis.bar(places, means, 0.4, yerr=lengths, capsize=2, label=name)
     tasks = list(records[0]["results"][0]["tasks"])
     axis.set_xticks(np.arange(len(tasks)) + 0.2, tasks, rotation=45, ha="right")
     axis.set(ylabel="bits a byte of the gold answer")
@@ -169,9 +173,8 @@ def long_context(records: Sequence[Record]) -> Figure:
     for name in dict.fromkeys(result["planner"] for result in results):
         own = [result for result in results if result["planner"] == name]
         tokens = [result["tokens"] for result in own]
-        found = np.array([result["found"]["mean"] for result in own])
-        ends = np.array([[r["found"][end] for r in own] for end in ("low", "high")])
-        left.errorbar(tokens, found, np.abs(ends - found), fmt="o-", capsize=3, label=name)
+        found = whiskers([result["found"] for result in own])
+        left.errorbar(tokens, *found, fmt="o-", capsize=3, label=name)
         right.plot(tokens, [result["mean_bits_at_end"] or 16 for result in own], "o-", label=name)
     left.set(xlabel="tokens", ylabel="pass keys found", ylim=(-0.05, 1.05))
     right.set(xlabel="tokens", ylabel="mean bits of an expert weight")
