@@ -6,7 +6,6 @@ Every layer is given what the dense model gives it, so errors do not build up.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from _command import progress_console, run
 
 from checkpoints.huggingface import Checkpoint
 from checkpoints.low_rank import layer_path, read_model_ranks
+from checkpoints.manifest import write_json
 from checkpoints.store import MANIFEST, load_item
 from checkpoints.tensor_files import read_json
 from checkpoints.text import load_tokenizer, read_documents, sha256, token_sequences
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None) -> None:
             "tokens": int(tokens.size),
             "results": results,
         }
-        flags.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(flags.json, record)
 
 
 if __name__ == "__main__":

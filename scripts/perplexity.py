@@ -8,7 +8,6 @@ both factored there are no latents to keep, and no figures of them.
 """
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from checkpoints.huggingface import load_dense_model
 from checkpoints.low_rank import is_low_rank, load_low_rank_model
+from checkpoints.manifest import write_json
 from checkpoints.store import MANIFEST
 from checkpoints.tensor_files import read_json
 from checkpoints.text import load_tokenizer, read_documents, sha256, token_sequences
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None) -> None:
                     "dtype": flags.dtype,
                     "results": rows,
                 }
-                flags.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                write_json(flags.json, record)
     table = Table(title=f"{flags.text.name}, {rows[0]['tokens']} tokens")
     for heading in ("model", "method", "kept", "parameters", "perplexity", "against the first"):
         table.add_column(heading, justify="right")
